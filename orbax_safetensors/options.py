@@ -30,8 +30,8 @@ class SafetensorsOptions:
     Attributes: What most people set
       progress: a function that is called with the bytes that this process has moved, and with all that it will move.
       threads: reads or writes in flight at once, by default up to 16 for files and 64 for object stores.
-      dequantize: what a family makes of quantised tensors: True decodes them, "split" makes codes and scales two
-        leaves, `qvalue` and `scale`, and False keeps them as they are stored.
+      dequantize: what a family makes of quantised tensors: True decodes them, "split" makes codes, scales and zero
+        points leaves of their own, `qvalue`, `scale` and `zero_point`, and False keeps them as they are stored.
       cooperative: whether each process reads a part of what several need, and the devices exchange the parts.
       join_timeout_secs: how long a process waits for others that have not begun the same save or cooperative restore.
 

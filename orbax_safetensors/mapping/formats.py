@@ -128,10 +128,7 @@ FORMATS = (
         ("U8",),
         "F4",
         4,
-        (
-            Stored(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
-            Stored(Role.FACTOR, (".weight_scale_2",), ("F32",)),
-        ),
+        (Stored(Role.SCALE, (".weight_scale",), ("F8_E4M3",)), Stored(Role.FACTOR, (".weight_scale_2",), ("F32",))),
         group=16,
     ),
     Format(
@@ -144,16 +141,7 @@ FORMATS = (
         (Stored(Role.SCALE, (".weight_scale",), ("U8",)),),
         group=32,
     ),
-    Format(
-        "MXFP4",
-        ".weight",
-        ".weight",
-        ("I8",),
-        "F4",
-        4,
-        (Stored(Role.SCALE, (".scale",), ("F8_E8M0",)),),
-        group=32,
-    ),
+    Format("MXFP4", ".weight", ".weight", ("I8",), "F4", 4, (Stored(Role.SCALE, (".scale",), ("F8_E8M0",)),), group=32),
     Format(
         "MXFP4",
         "_blocks",
@@ -231,10 +219,7 @@ FORMATS = (
         ("U8",),
         "F4",
         4,
-        (
-            Stored(Role.SCALE, (".weight.absmax",), ("F32",)),
-            Stored(Role.VALUES, (".weight.quant_map",), ("F32",)),
-        ),
+        (Stored(Role.SCALE, (".weight.absmax",), ("F32",)), Stored(Role.VALUES, (".weight.quant_map",), ("F32",))),
         Layout.FLAT,
         Order.HIGH_FIRST,
         tuple(f".weight{state}" for state in _BITSANDBYTES),
