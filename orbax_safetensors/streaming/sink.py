@@ -143,7 +143,7 @@ class Sink:
         finally:
             self._release()
 
-    # The steps, of which each sink has its own.
+    # Each sink defines these steps.
 
     def _start(self, purpose: str, plan: Callable[[], str], *, resume: bool) -> None:
         """Begin in all processes. `plan` must return the same text in each, and must not change any files."""
