@@ -100,7 +100,8 @@ def test_bytes_on_their_way_are_held_to_the_budget(tmp_path, mapped):
     options = ost.SafetensorsOptions(in_flight_bytes=4 * 64 * 64 * 4, map_files=mapped)
     with accelerator() as device, ocp.Checkpointer(ost.SafetensorsHandler(options=options)) as checkpointer:
         restored = checkpointer.restore(tmp_path, restore_args=dict.fromkeys(arrays, ocp.ArrayRestoreArgs()))
-    assert (device.num_transfers, device.most_bytes) == (10, options.in_flight_bytes)
+    assert device.num_transfers == 10
+    assert device.most_bytes <= options.in_flight_bytes
     for name, array in arrays.items():
         assert_same_bits(restored[name], array)
 

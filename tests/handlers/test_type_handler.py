@@ -374,4 +374,4 @@ def test_a_limit_on_restores_holds_for_accelerators(tmp_path, checkpointer):
     with accelerator() as device, ocp.Checkpointer(handler) as bounded:
         args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding), tree)
         assert_same(bounded.restore(tmp_path / "saved", item=tree, restore_args=args), tree)
-    assert device.most_bytes == limit
+    assert 0 < device.most_bytes <= limit
