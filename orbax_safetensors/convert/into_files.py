@@ -15,7 +15,7 @@ from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model,
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition
-from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.errors import MappingError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
@@ -26,6 +26,7 @@ from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Envelope, Fa
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
+from orbax_safetensors.storage.paths import is_below
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming import file_layout
 from orbax_safetensors.streaming.cutting import batch_bytes, bundle_bytes, check_fits, interleaved
@@ -174,6 +175,9 @@ def _to_files(
         sink = FilesSink(source, destination, files, model_files, groups, request.memory_bytes)
     else:
         sink = ObjectsSink(source, store, destination, files, model_files, request.memory_bytes)
+    if is_below(source.path, unfinished := sink.workspace.path):
+        what = "the destination" if unfinished == destination else f"which is what becomes {destination}; move it away"
+        raise StorageError(f"{source.path}: is in {unfinished}, {what}")
     return TileJob(source, sink, use)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -121,7 +120,6 @@ class UnfinishedCheckpoint(Workspace):
             **self.named(lambda item: item.record),
         }
         self._record_path = self.directory / RECORD_FILE
-        self._run = secrets.token_hex(8)
 
     def named(self, facts: Callable[[ItemWriter], Mapping[str, _T]]) -> dict[str, _T]:
         """Return what `facts` says of the arrays of all items, by names that are unique in the checkpoint."""
@@ -144,7 +142,7 @@ class UnfinishedCheckpoint(Workspace):
 
     def check(self) -> None:
         """See `Workspace`."""
-        if (self._begun() or {}).get("run") != self._run:
+        if (self._begun() or {}).get("run") != self.run:
             raise taken(self.destination)
 
     def _check_same(self, begun: Mapping[str, Any]) -> None:
@@ -157,7 +155,7 @@ class UnfinishedCheckpoint(Workspace):
 
     def _take_up(self) -> None:
         with storage_errors(f"{self.path}: cannot be resumed"):
-            self._write_record({"run": self._run, **self.record})
+            self._write_record({"run": self.run, **self.record})
             for item in self.items.values():
                 item.reopen()
             self._copy_others()
@@ -171,7 +169,7 @@ class UnfinishedCheckpoint(Workspace):
             (self.directory / STEP_FILE).write_text(begun_record())
             for item in self.items.values():
                 item.create()
-            self._write_record({"run": self._run, **self.record})
+            self._write_record({"run": self.run, **self.record})
             if not self._in_place:
                 LocalStore().sync(os.path.dirname(self.path))
             self._copy_others()
