@@ -26,7 +26,7 @@ from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
-from orbax_safetensors.storage.local import LocalStore, check_makeable
+from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import write_small
 from orbax_safetensors.storage.workspace import Workspace
 
@@ -102,8 +102,7 @@ class Staging(_Staging):
 
     def check_place(self) -> None:
         """See `Workspace`."""
-        check_makeable(self.path)
-        self.check_free()
+        super().check_place()
         if os.path.lexists(self.path) and self._read() is None and self._names() - {_RECORD}:
             raise StorageError(f"{self.path}: is not an unfinished link; move it away")
 

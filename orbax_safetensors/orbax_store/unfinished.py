@@ -36,7 +36,7 @@ from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, 
 from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finished_record, finished_text
-from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
+from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.workspace import Workspace, taken
 
@@ -132,9 +132,7 @@ class UnfinishedCheckpoint(Workspace):
     def check_place(self) -> None:
         """See `Workspace`. A symbolic link is not followed."""
         with storage_errors(self.destination):
-            if not self._in_place:
-                check_makeable(self.path)
-            self.check_free()
+            super().check_place()
             for path in (self.path, *(os.fspath(place) for item in self.items.values() for place in item.places)):
                 self._check_directory(path)
             if self.directory.exists():

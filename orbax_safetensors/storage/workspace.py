@@ -91,7 +91,9 @@ class Workspace:
 
     def check_place(self) -> None:
         """Raise the `StorageError` of `begin` if something is in the way, also of what is unfinished; write nothing."""
-        raise NotImplementedError
+        if self.locked is not None:
+            check_makeable(self.path)
+        self.check_free()
 
     def check(self) -> None:
         """Raise `StorageError` if another run has begun since, as far as that can be seen."""

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any, TextIO
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
+from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.replace import remove
 from orbax_safetensors.storage.workspace import Workspace, taken
 
@@ -58,8 +58,7 @@ class PartialDirectory(Workspace):
 
     def check_place(self) -> None:
         """See `Workspace`. Links are not followed."""
-        check_makeable(self.path)
-        self.check_free()
+        super().check_place()
         self._check_directory(self.path)
         for run in self._runs():
             self._check_directory(run)
