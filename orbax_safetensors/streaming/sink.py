@@ -73,9 +73,10 @@ class Sink:
         self._process = jax.process_index()
         self.workspace.run = all_gather(f"{self._key}/run", self.workspace.run)[0]
         try:
-            self._step("begin", ActiveProcesses.all().by_primary(partial(self.workspace.begin, resume=resume)))
-            self._step("open", self._open)
-            self._step("see", self._see, str)
+            begin = ActiveProcesses.all().by_primary(partial(self.workspace.begin, resume=resume))
+            together(f"{self._key}/begin", begin)
+            together(f"{self._key}/open", self._open)
+            together(f"{self._key}/see", self._see, str)
         except BaseException:
             self._release()
             raise
@@ -112,8 +113,8 @@ class Sink:
             self._finish()
 
         try:
-            self._step("tiles", self._flush)
-            self._step("finish", ActiveProcesses.all().by_primary(finish))
+            together(f"{self._key}/tiles", self._flush)
+            together(f"{self._key}/finish", ActiveProcesses.all().by_primary(finish))
         finally:
             self._release()
 
@@ -150,9 +151,6 @@ class Sink:
             self._release()
 
     # Each sink defines these steps.
-
-    def _step(self, name: str, do: Callable[[], object], facts: Callable[[object], str] | str = "") -> None:
-        together(f"{self._key}/{name}", do, facts)
 
     def _open(self) -> None:
         """Open the place that the first process has made."""
