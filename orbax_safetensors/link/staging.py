@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -27,7 +26,7 @@ from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
-from orbax_safetensors.storage.local import LocalStore, check_makeable
+from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import write_small
 from orbax_safetensors.storage.workspace import Workspace
 
@@ -103,8 +102,7 @@ class Staging(_Staging):
 
     def check_place(self) -> None:
         """See `Workspace`."""
-        check_makeable(self.path)
-        self.check_free()
+        super().check_place()
         if os.path.lexists(self.path) and self._read() is None and self._names() - {_RECORD}:
             raise StorageError(f"{self.path}: is not an unfinished link; move it away")
 
@@ -223,7 +221,6 @@ class ObjectStaging(_Staging):
         super().__init__(request.destination, request, digest)
         self._directory = epath.Path(self.path)
         self._record_path = self._directory / _RECORD
-        self._run = secrets.token_hex(8)
         # Files of a step that Orbax has finished: they stay.
         self._kept: list[str] = []
         self._last: dict[str, bytes] = {}
@@ -243,7 +240,7 @@ class ObjectStaging(_Staging):
 
     def check(self) -> None:
         """See `Workspace`."""
-        if (self._read() or {}).get("run") != self._run:
+        if (self._read() or {}).get("run") != self.run:
             raise StorageError(f"{self.path}: another process is writing a link here")
 
     def _begun(self) -> dict[str, Any] | None:
@@ -274,7 +271,7 @@ class ObjectStaging(_Staging):
 
     def _note(self, begun: Mapping[str, Any] | None) -> None:
         with storage_errors(str(self._record_path)):
-            self._record_path.write_text(json.dumps({"begun": begun, "kept": self._kept, "run": self._run}))
+            self._record_path.write_text(json.dumps({"begun": begun, "kept": self._kept, "run": self.run}))
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of the place; None if there is none."""

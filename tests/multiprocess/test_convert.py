@@ -110,14 +110,18 @@ def test_a_file_system_that_shows_a_process_less(tmp_path):
 
 def test_processes_that_do_not_mean_the_same(tmp_path):
     make_source("to_orbax", tmp_path / "hf")
-    shutil.copytree(tmp_path / "hf", tmp_path / "hf2")
+    for copy in ("hf2", "elsewhere/hf"):
+        shutil.copytree(tmp_path / "hf", tmp_path / copy)
     told = start("disagree", tmp_path)
     for of_process in told:
         for kind in BOTH:
             assert "nothing" in of_process[f"{kind} missing"]
             assert "process 2" in of_process[f"{kind} other"]
+            assert of_process[f"{kind} files"].startswith("TensorMismatchError: process 2 ")
+            assert "does not see the same files" in of_process[f"{kind} files"]
             assert "gs:/to: is what pathlib makes of gs://to" in of_process[f"{kind} no path"]
     for kind in BOTH:
         assert not opens(kind, tmp_path / f"{kind} missing")
         assert not opens(kind, tmp_path / f"{kind} other")
+        assert not list(tmp_path.glob(f"{kind} files*"))
     assert ost.verify(tmp_path / "hf") == []

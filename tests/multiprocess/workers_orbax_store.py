@@ -206,14 +206,6 @@ def the_last_process_cannot_end_its_writes(root: Path) -> Any:
 
 
 @scenario
-def trees_that_differ(root: Path) -> Any:
-    other = tree()
-    if jax.process_index():
-        other["params"]["scale"] = OrbaxLeaf((2,), BF16, (1,))
-    return failed(lambda: step_sink(root, other))
-
-
-@scenario
 def a_step_that_is_there(root: Path) -> Any:
     if jax.process_index() == 0:
         (root / "0").mkdir(parents=True)
