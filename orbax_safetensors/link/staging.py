@@ -82,7 +82,7 @@ class _Staging(Workspace):
 class Staging(_Staging):
     """An unfinished link on a file system. One process calls the methods, except `has_made`."""
 
-    def __init__(self, request: LinkRequest, digest: str = "") -> None:
+    def __init__(self, request: LinkRequest, digest: str) -> None:
         """Touch nothing. `digest` identifies the link."""
         self._in_source, self._hard = request.in_source, request.hard_links
         path = os.path.join(request.destination, ".link") if self._in_source else f"{request.destination}.link"
@@ -218,7 +218,7 @@ class ObjectStaging(_Staging):
 
     _kept_of_made = (MANIFEST, DATA_DIRECTORY, FINISHED_FILE)
 
-    def __init__(self, request: LinkRequest, digest: str = "") -> None:
+    def __init__(self, request: LinkRequest, digest: str) -> None:
         """Touch nothing. `digest` identifies the link."""
         super().__init__(request.destination, request, digest)
         self._directory = epath.Path(self.path)
@@ -303,6 +303,6 @@ class ObjectStaging(_Staging):
             fresh(self.path)
 
 
-def staging_of(request: LinkRequest, digest: str = "") -> Staging | ObjectStaging:
+def staging_of(request: LinkRequest, digest: str) -> Staging | ObjectStaging:
     """Return the staging in which a link is made."""
     return (ObjectStaging if is_on_gcs(request.destination) else Staging)(request, digest)
