@@ -201,8 +201,8 @@ class LinkJob:
         staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, checkpoint.mapped is None, small, linked=linked))
         for name, content in {**step_files(checkpoint.envelope.custom_metadata), **small}.items():
             staging.write(name, content)
-        if isinstance(staging, Staging) and not request.in_source:
-            staging.link_files([*(file.path for file in checkpoint.files), *_model_files(request)])
+        if not request.in_source:
+            _link_files(request, [*(file.path for file in checkpoint.files), *_model_files(request)], staging.path)
         write_header_record(checkpoint.store, checkpoint.directory, checkpoint.fingerprints)
         for file in checkpoint.files:
             with closing(checkpoint.store.open(file.path)) as opened:
@@ -297,3 +297,20 @@ def _model_files(request: LinkRequest) -> list[str]:
         *files_of_model(*store_of(request.directory, None)).copies.values(),
         *(os.path.join(request.directory, name) for name in indexes),
     ]
+
+
+def _link_files(request: LinkRequest, files: list[str], directory: str) -> None:
+    """Link files in `directory`, which becomes the destination: by relative symbolic links, or by hard links."""
+    above, name = os.path.split(request.destination)
+    becomes = os.path.join(os.path.realpath(above), name)
+    for file in files:
+        link = os.path.join(directory, os.path.basename(file))
+        if not os.path.isfile(file):  # a reader that opens a link to a pipe waits for ever
+            raise StorageError(f"{file}: is not a regular file")
+        try:
+            if request.hard_links:
+                os.link(os.path.realpath(file), link)  # if `file` is a link, to its target
+            else:
+                os.symlink(os.path.relpath(file, becomes), link)
+        except OSError as error:
+            raise StorageError(f"{link}: cannot be made a link to {file}: {error.strerror}") from error
