@@ -27,7 +27,7 @@ from orbax_safetensors.orbax_store.addressed_array import (
     array_entries,
     misread,
 )
-from orbax_safetensors.orbax_store.index_note import NOTE_FILE, fingerprints, note_content
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import item_files
 from orbax_safetensors.orbax_store.ocdbt import write_references
@@ -71,7 +71,7 @@ class SavedIndex:
         """
         whole = all(array.is_whole for array in self.arrays.values())
         small = {} if self.tree is None else item_files(self.tree, whole=whole)
-        write(NOTE_FILE, note_content(fingerprints(self.layout), self.names_tensors, small, saved=self.saved))
+        write(NOTE_FILE, note_content(self.layout.fingerprints, self.names_tensors, small, saved=self.saved))
         entries = (array_entries(*named, self.places.__getitem__, zarr3=self.zarr3) for named in self.arrays.items())
         write_references(chain.from_iterable(entries), write)
         if self.tree is None:

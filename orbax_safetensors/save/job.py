@@ -36,7 +36,6 @@ from orbax_safetensors.format.layout import INDEX_NAME, Layout, avoiding
 from orbax_safetensors.geometry.crc import crc_of
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE
-from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save.contents import Contents, contents_of
 from orbax_safetensors.save.delivery import Delivery, deliveries, holding, received
@@ -283,11 +282,10 @@ class SaveJob:
         """Return the checksums of all files by name: remainders of parts of a tensor add up."""
         texts = posted(f"{self.key}/sums", self.request.active)
         parts = [np.frombuffer(zlib.decompress(bytes.fromhex(text)), np.uint32) for text in texts]
-        file_fingerprints = fingerprints(self.layout)
         remainders = iter(np.bitwise_xor.reduce(parts).tolist())
         return {
             name: FileChecksums(
-                file_fingerprints[name],
+                self.layout.fingerprints[name],
                 {tensor: crc_of(next(remainders), entry.nbytes) for tensor, entry in header.tensors.items()},
             )
             for name, header in self.layout.files
@@ -295,7 +293,7 @@ class SaveJob:
 
     def _write_model_files(self, files: NewFiles) -> None:
         files.names.update(self.model_files.names)
-        self.model_files.write(files.store, files.path, fingerprints(self.layout), sync=self.request.options.fsync)
+        self.model_files.write(files.store, files.path, self.layout.fingerprints, sync=self.request.options.fsync)
 
     def _complete_files(self, files: NewFiles) -> None:
         """Write what follows from the tensors, and headers last: the last of them makes the files a checkpoint."""
