@@ -28,7 +28,7 @@ from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.link_request import LinkRequest
-from orbax_safetensors.link.staging import ObjectStaging, Staging, staging_of
+from orbax_safetensors.link.staging import ObjectStaging, Staging
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, sharded_leaf
 from orbax_safetensors.orbax_store.addressed_array import (
@@ -44,7 +44,6 @@ from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.metadata import HANDLER, item_files, record_in_step, step_files
 from orbax_safetensors.orbax_store.ocdbt import Entry, merge, write_references
 from orbax_safetensors.orbax_store.restore_plan import OrbaxRestorePlan, plan_arrays
-from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_sink import orbax_sink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -202,7 +201,8 @@ class LinkJob:
         for name, content in {**step_files(checkpoint.envelope.custom_metadata), **small}.items():
             staging.write(name, content)
         if not request.in_source:
-            _link_files(request, [*(file.path for file in checkpoint.files), *_model_files(request)], staging.path)
+            files = [file.path for file in checkpoint.files]
+            _link_files(request, [*files, *_model_files(checkpoint)], staging.path)
         write_header_record(checkpoint.store, checkpoint.directory, checkpoint.fingerprints)
         for file in checkpoint.files:
             with closing(checkpoint.store.open(file.path)) as opened:
@@ -231,8 +231,8 @@ class LinkJob:
                 yield from scalar_entries(name, np.asarray(value, np.int64))
 
     def _locate(self, tensor: str) -> tuple[str, int]:
-        location = self.checkpoint.location(tensor)
-        return os.path.basename(self.checkpoint.files[location.file].path), location.begin
+        file, begin = self.checkpoint.begin(tensor)
+        return os.path.basename(self.checkpoint.files[file].path), begin
 
 
 def prepare(request: LinkRequest) -> LinkJob:
@@ -261,7 +261,7 @@ def prepare(request: LinkRequest) -> LinkJob:
             reasons[name] = addresses
         else:
             linked[name], leaves[name] = addresses, addresses.leaf
-    staging = staging_of(request, _digest(request, checkpoint))
+    staging = (ObjectStaging if is_on_gcs(request.destination) else Staging)(request, _digest(request, checkpoint))
     making = None
     if reasons:
         views = {name: checkpoint.leaves[name.removeprefix(above)] for name in reasons}
@@ -290,12 +290,13 @@ def _digest(request: LinkRequest, checkpoint: Checkpoint) -> str:
     return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def _model_files(request: LinkRequest) -> list[str]:
+def _model_files(checkpoint: Checkpoint) -> list[str]:
     """Return the other files of a model: their index, `config.json`, the tokenizer's files and their like."""
-    indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
+    directory = checkpoint.directory
+    indexes = [] if checkpoint.is_file else glob.glob(f"*{INDEX_SUFFIX}", root_dir=directory)
     return [
-        *files_of_model(*store_of(request.directory, None)).copies.values(),
-        *(os.path.join(request.directory, name) for name in indexes),
+        *files_of_model(checkpoint.store, directory).copies.values(),
+        *(os.path.join(directory, name) for name in indexes),
     ]
 
 

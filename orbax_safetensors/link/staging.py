@@ -22,7 +22,7 @@ from etils import epath
 
 from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.link.link_request import LinkRequest
-from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json, remove
+from orbax_safetensors.orbax_store.directories import fresh, names, read_json, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES, STEP_FILES
@@ -281,8 +281,3 @@ class ObjectStaging(_Staging):
                     (self._directory / name).write_bytes(self._last[name])
             self._record_path.unlink()
             fresh(self.path)
-
-
-def staging_of(request: LinkRequest, digest: str) -> Staging | ObjectStaging:
-    """Return the staging in which a link is made."""
-    return (ObjectStaging if is_on_gcs(request.destination) else Staging)(request, digest)
