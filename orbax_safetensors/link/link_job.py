@@ -224,15 +224,11 @@ class LinkJob:
 
     def _entries(self) -> Iterator[Entry]:
         """Yield the entries of the index, without the arrays that have to be made."""
-        for name, array in self.linked.items():
-            yield from array_entries(name, array, self._locate)
+        files = [os.path.basename(file.path) for file in self.checkpoint.files]
+        yield from array_entries(self.linked, self.checkpoint.location, files)
         for name, value in self.checkpoint.envelope.rest.items():
             if isinstance(value, int):
                 yield from scalar_entries(name, np.asarray(value, np.int64))
-
-    def _locate(self, tensor: str) -> tuple[str, int]:
-        file, begin = self.checkpoint.begin(tensor)
-        return os.path.basename(self.checkpoint.files[file].path), begin
 
 
 def prepare(request: LinkRequest) -> LinkJob:
@@ -242,7 +238,7 @@ def prepare(request: LinkRequest) -> LinkJob:
     made, and `StorageError` for files that are not local.
     """
     checkpoint = read_checkpoint(request.source)
-    if is_on_gcs(request.source) and checkpoint.files[0].path == request.source:
+    if is_on_gcs(request.source) and checkpoint.is_file:
         raise StorageError(f"{request.source}: is one object; on gs://, pass the directory with it")
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensors")

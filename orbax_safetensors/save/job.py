@@ -87,12 +87,12 @@ def prepare(request: SaveRequest) -> SaveJob:
             # Files of another checkpoint stay as they are until the new checkpoint is complete.
             layout = avoiding(layout, frozenset(store.list(path) or ()))
         places = locations(layout)
-        index = saved_index(request, contents, layout, places)
+        index = saved_index(request, contents)
         numbers: Sequence[int] = range(len(layout.files))
         shards, delivered = NO_SHARDS, None
         if writers is not None:
             numbers = [number for number, writer in enumerate(writers) if writer == active.rank]
-            delivered = deliveries(contents.written, layout, writers)
+            delivered = deliveries(contents.written, places, writers)
         else:
             groups = tuple(written_here(grouped(contents.written), active))
             shards = Shards(groups if store.is_local else stretches(groups, places))
@@ -297,7 +297,12 @@ class SaveJob:
                 with storage_errors(f"{path}: cannot be made", OSError):
                     os.makedirs(path, exist_ok=True)
             renamed = {TREE_FILE: _UNFINISHED}
-            self.index.write(files.path, lambda name, content: files.write(renamed.get(name, name), content))
+            self.index.write(
+                files.path,
+                self.layout,
+                self.places,
+                lambda name, content: files.write(renamed.get(name, name), content),
+            )
             for path in below if sync else ():
                 files.store.sync(path)
         if self.layout.index is not None:
@@ -330,7 +335,7 @@ class SaveJob:
         if self._replaces:
             self._write_model_files()
         if self.index is not None:
-            self.index.write(files.path, files.write)
+            self.index.write(files.path, self.layout, self.places, files.write)
         if index is not None:
             files.write(INDEX_NAME, index.encode())
         if self._replaces:
