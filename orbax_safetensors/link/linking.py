@@ -119,7 +119,10 @@ def link(
         hard_links=hard_links,
     )
     job = together(
-        new_key("link"), lambda: prepare(request()), lambda job: str(job.staging.record), check=same_arguments
+        new_key("link"),
+        lambda: prepare(request()),
+        lambda job: f"resume={resume!r} {job.staging.record}",
+        check=same_arguments,
     )
     job.run(resume=resume, progress=progress)
     arrays = job.arrays
