@@ -73,7 +73,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
         )
         for name, leaf in source.leaves.items()
     ]
-    viewed, tensors = stored_leaves(leaves, request.family, variant, config)
+    viewed, tensors = stored_leaves(leaves, family, variant, config)
     max_file_bytes = MAX_FILE_BYTES
     if not store_of(request.destination, request.options.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.

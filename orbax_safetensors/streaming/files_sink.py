@@ -15,7 +15,6 @@ from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.tiling import storage_order
-from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import NewFile, write_small
 from orbax_safetensors.streaming.cost import Traffic, traffic_of
@@ -136,7 +135,7 @@ class FilesSink(Sink):
         """
         directory = self.workspace.directory
         self.workspace.check_complete(len(self._numbers))
-        self._model_files.write(self._store, directory, fingerprints(self._files.layout))
+        self._model_files.write(self._store, directory, self._files.layout.fingerprints)
         if (index := self._files.layout.index) is not None:
             write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):

@@ -31,7 +31,6 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
@@ -178,7 +177,7 @@ class ObjectsSink(Sink):
         self._writer.finish(files)
 
     def _finish(self) -> None:
-        self._model_files.write(self._store, self.path, fingerprints(self._files.layout))
+        self._model_files.write(self._store, self.path, self._files.layout.fingerprints)
         self._write_kept([unit for unit in self._expected if unit == self.last])
         super()._finish()
 

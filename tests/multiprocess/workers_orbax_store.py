@@ -48,7 +48,7 @@ def values() -> dict[str, np.ndarray]:
 
 def tree() -> dict[str, Any]:
     leaves = {
-        name.split(".")[1]: OrbaxLeaf(shape, dtype, chunks, sharding=named_sharding({"x": 8}, spec))
+        name.split(".")[1]: OrbaxLeaf(shape, dtype, chunks, sharding=named_sharding((("x", 8),), spec))
         for name, (dtype, shape, chunks, spec) in ARRAYS.items()
     }
     return {"step": 3, "params": leaves, "opt_state": {}}
