@@ -151,7 +151,7 @@ def test_whatever_fails_the_next_one_goes_on(kind, operation, source, tmp_path):
         CALLS[kind](path, whole)
     check(kind, whole)
     assert calls
-    parts = 4 if tiers.only_fast else 16
+    parts = 4 if tiers.only_fast else 8
     few = {*range(1, len(calls) + 1, 1 + len(calls) // parts), *range(max(len(calls) - 2, 1), len(calls) + 1)}
     for number in sorted(few):
         destination = tmp_path / str(number)
