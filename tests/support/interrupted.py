@@ -73,7 +73,9 @@ def convert(kind, source, destination, where, name, locks):
     try:
         CALLS[kind](source, destination, progress=progress)
     except ost.SafetensorsError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)  # to tear the interpreter down takes longer than the conversion
 
 
 def main():
