@@ -1,5 +1,6 @@
 """Eight simulated CPU devices, and what tests of all rooms use. Tiers of tests are in `tests/support/tiers.py`."""
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -23,6 +24,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def mesh() -> jax.sharding.Mesh:
     """Eight devices as a 2 x 4 mesh with the axes `x` and `y`."""
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+
+
+@pytest.fixture
+def young():
+    """Nothing that the test makes grows old: `gc.collect(0)` finds it, without a look through all that there is."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_other_bits_have_another_digest(emulation):
     assert emulation.digest_of(changed) != emulation.digest_of(WORDS)
 
 
-def test_a_buffer_is_held_until_its_transfer_is_made_and_not_longer(emulation, monkeypatch):
+def test_a_buffer_is_held_until_its_transfer_is_made_and_not_longer(emulation, monkeypatch, young):
     begin, begun = threading.Event(), threading.Event()
     lay_out = emulation._lay_out
 
@@ -83,13 +83,13 @@ def test_a_buffer_is_held_until_its_transfer_is_made_and_not_longer(emulation, m
         array = jax.device_put(values, SingleDeviceSharding(jax.devices()[0]))
         del values
         assert begun.wait(60)
-        gc.collect()
+        gc.collect(0)
         assert source() is not None
         assert not array.is_ready()
         begin.set()
         jax.block_until_ready({"array": array})
         assert array.is_ready()
-        gc.collect()
+        gc.collect(1)  # with what was left before
         assert source() is None
 
 

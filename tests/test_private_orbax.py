@@ -1,6 +1,7 @@
 """The private names of Orbax and JAX that the package uses: each stands here, and in the source with its reason."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,17 +67,21 @@ def attributes(tree: ast.Module) -> tuple[set[str], set[str]]:
     return {name for name in used if name.startswith("_") and not name.endswith("__")}, defined
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def test_every_private_import_is_known_and_has_its_reason():
     for module, path in MODULES.items():
-        source = path.read_text()
-        found = dict(private_imports(ast.parse(source)))
+        found = dict(private_imports(tree_of(path)))
         assert set(found) == IMPORTS.get(module, set()), module
         for name, line in found.items():
-            assert re.match(r".+\. Waits for: .+\.", reason(source, line)), f"{module}: {name}"
+            assert re.match(r".+\. Waits for: .+\.", reason(path.read_text(), line)), f"{module}: {name}"
 
 
 def test_private_attributes_are_known():
-    of_modules = {module: attributes(ast.parse(path.read_text())) for module, path in MODULES.items()}
+    of_modules = {module: attributes(tree_of(path)) for module, path in MODULES.items()}
     defined = set().union(*(names for _, names in of_modules.values()))
     for module, (used, _) in of_modules.items():
         if module.startswith(("handlers/", "orbax_store/")):

@@ -1,7 +1,5 @@
 """Headers that processes read once for all of them, with threads for processes."""
 
-import time
-
 import numpy as np
 import obstore
 import pytest
@@ -26,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 @pytest.fixture
 def wait(monkeypatch):
-    """A wait for processes that do not come: short, but long enough for slow ones."""
-    monkeypatch.setattr(shared_headers, "_WAIT_SECONDS", 1.5)
+    """A short wait for processes that do not come."""
+    monkeypatch.setattr(shared_headers, "_WAIT_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -86,11 +84,11 @@ def test_more_processes_than_files(processes, web):
     assert all(list(one.tensors) == ["t0"] for one in found)
 
 
-def test_a_process_that_does_not_come(processes, model, wait):
-    began = time.monotonic()
+def test_a_process_that_does_not_come(processes, model, monkeypatch):
+    monkeypatch.setattr(shared_headers, "_WAIT_SECONDS", 60)  # for those that come, however slow the machine is
     absent, parts = 5, 8
+    processes.service.absent = f"/{absent}/0", [f"/{at}/0" for at in range(parts) if at != absent]
     found = processes.run(opened(f"{model.url}/x", new_key("test"), [at for at in range(COUNT) if at != absent]))
-    assert time.monotonic() - began < 10
     assert found.pop(absent) is None
     assert all(len(one.tensors) == FILES for one in found)
     counted = requests(model)

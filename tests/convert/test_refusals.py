@@ -175,7 +175,7 @@ SHORT_OF_MEMORY = {
 def test_memory_for_less_than_a_tile(call, tmp_path):
     """The error has the number that would do: for rows of `narrow`, pages of `wide`, and a thousandth of `small`."""
     run, plan, arguments = SHORT_OF_MEMORY[call]
-    shapes = {"narrow": (4000, 4), "wide": (2, 600_000), "small": (20, 250)}
+    shapes = {"narrow": (1100, 4), "wide": (2, 600_000), "small": (20, 250)}
     for name, needed in (("narrow", 8 * 16), ("wide", 8 * 4096), ("small", 8 * 20)):
         source, to = tmp_path / name, tmp_path / f"from {name}"
         ost.save(source, {"array": np.zeros(shapes[name], np.float32), "scalar": np.float32(0)}, index=False)

@@ -1,5 +1,6 @@
 """What restores of MaxText's trees read: what their shards are made of, and the gaps that are read over."""
 
+import itertools
 import json
 import shutil
 
@@ -18,6 +19,7 @@ from tests.multiprocess.workers_families import (
 from tests.support.files import write_indexed
 from tests.support.maxtext_trees import (
     DIMENSIONS,
+    FEW,
     MODES,
     MOVED,
     ON_TWO_AXES,
@@ -74,15 +76,18 @@ def shards_of_processes(tree, item, processes=8):
     return out
 
 
-@pytest.fixture(scope="module", params=cross(MOVED, {"deepseek3_mtp", "gpt-oss"}))
-def positions(request, tmp_path_factory):
-    shapes = {name: tensor.shape for name, tensor in stored(stored_directory(request.param)).items()}
-    return Positions(tmp_path_factory.mktemp("positions") / "model", config_of(request.param), shapes)
+def positions_of(sample, directory):
+    shapes = {name: tensor.shape for name, tensor in stored(stored_directory(sample)).items()}
+    return Positions(directory, config_of(sample), shapes)
 
 
-@pytest.mark.parametrize("mode", MODES)
+EACH_TREE = pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(MOVED, MODES), FEW))
+
+
+@EACH_TREE
 @pytest.mark.parametrize("processes", cross([8, 4], {4}))
-def test_every_process_needs_what_its_shards_are_made_of(positions, mode, processes, line, mesh):
+def test_every_process_needs_what_its_shards_are_made_of(tmp_path, sample, mode, processes, line, mesh):
+    positions = positions_of(sample, tmp_path / "model")
     tree = positions.restored(mode)
     layouts = [(line, on_one_axis(dimension)) for dimension in DIMENSIONS]
     layouts += [(mesh, axes) for axes in ON_TWO_AXES[processes // 4 :: 3]]
@@ -95,8 +100,9 @@ def test_every_process_needs_what_its_shards_are_made_of(positions, mode, proces
             assert needed <= cost.read_bytes <= spanned, axes
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_leaf_alone_costs_its_runs_and_the_short_gaps_between_them(positions, mode, line):
+@EACH_TREE
+def test_a_leaf_alone_costs_its_runs_and_the_short_gaps_between_them(tmp_path, sample, mode, line):
+    positions = positions_of(sample, tmp_path / "model")
     for name, whole in named(positions.restored(mode)).items():
         for dimension in DIMENSIONS:
             sharding = laid_out(whole.shape, line, on_one_axis(dimension))
@@ -112,8 +118,7 @@ def test_a_leaf_alone_costs_its_runs_and_the_short_gaps_between_them(positions, 
 
 def test_gates_and_ups_that_are_stored_in_turn_are_read_together(tmp_path, mesh):
     """Either alone is every other element; both at once are all of them."""
-    shapes = {name: tensor.shape for name, tensor in stored(stored_directory("gpt-oss")).items()}
-    positions = Positions(tmp_path / "model", config_of("gpt-oss"), shapes)
+    positions = positions_of("gpt-oss", tmp_path / "model")
     block = "params.decoder.layers.layers_0.GptOssMlp"
     whole = named(positions.restored("scanned"))[f"{block}.wi_0"]
     of_an_expert_of_a_layer = laid_out(whole.shape, mesh, ("y", "x"))

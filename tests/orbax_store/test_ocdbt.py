@@ -212,10 +212,10 @@ def test_half_a_million_entries(tmp_path):
     assert time.process_time() - started < 60
     seconds = []
     for number in (0, 250_000, 499_999):
-        started = time.perf_counter()
+        started = time.process_time()
         assert (
             database.open().read(b"params.decoder.layers_%d.kernel/c/%d/0" % divmod(number, 100)).result().value == b""
         )
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert min(seconds) < 0.5
     assert len(database.open().list().result()) == len(entries)

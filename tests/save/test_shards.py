@@ -122,7 +122,7 @@ def test_each_batch_is_on_its_way_before_the_one_before_is_written(tmp_path, cop
 
 @pytest.mark.parametrize("number", [1, 4, 10])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=repr)
-def test_a_save_that_fails_holds_no_copies(tmp_path, copies, monkeypatch, number, error):
+def test_a_save_that_fails_holds_no_copies(tmp_path, copies, monkeypatch, young, number, error):
     real, writes = os.pwritev, itertools.count(1)
 
     def pwritev(descriptor, buffers, offset):
@@ -134,7 +134,7 @@ def test_a_save_that_fails_holds_no_copies(tmp_path, copies, monkeypatch, number
     with pytest.raises((ost.StorageError, KeyboardInterrupt)):
         save(tmp_path / "x", numbered(10), in_flight_bytes=BUDGET, threads=1)
     error.__traceback__ = None
-    gc.collect()
+    gc.collect(0)
     assert copies.begun
     assert copies.nbytes == 0
 

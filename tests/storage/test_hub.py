@@ -395,6 +395,8 @@ def test_redirects_without_end(hub, opened):
 
 def test_cancelled_opening_ends_soon(hub, commit):
     store, path = store_of(f"{hub.url}/model.safetensors", {})
+    asked = threading.Event()
+    hub.server.fail(Call(asked.set), times=None)
     hub.server.fail(Cut(None, "stall"), times=None)
     failed = []
 
@@ -406,7 +408,7 @@ def test_cancelled_opening_ends_soon(hub, commit):
 
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(0.1)
+    assert asked.wait(20)
     store.cancel()
     thread.join(20)
     assert failed == [f"{path}: opening was cancelled"]

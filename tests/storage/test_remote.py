@@ -123,19 +123,23 @@ def test_what_is_in_flight_is_bounded(server, monkeypatch):
 def test_short_ranges_of_many_reads_are_not_all_asked_for_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_more", asyncio.Semaphore(3))
     (tmp_path / "file").write_bytes(DATA)
-    app, lock, waiting, most = Files(tmp_path), threading.Lock(), set(), []
+    app, changed, reading, waiting, most = Files(tmp_path), threading.Condition(), threading.Event(), set(), []
 
     def watched(request):
-        with lock:
+        with changed:
             waiting.add(id(request))
             most.append(len(waiting))
+            changed.notify_all()
+            if reading.is_set():  # however long the machine takes to bring so many
+                changed.wait_for(lambda: max(most) > 4, 20)
         time.sleep(0.02)
-        with lock:
+        with changed:
             waiting.remove(id(request))
         return app(request)
 
     with Server(watched) as server:
         file = opened(server, "file")
+        reading.set()
         starts = [remote.HEAD_BYTES + 50_000 * number for number in range(4)]
         with ThreadPoolExecutor(4) as pool:
             found = pool.map(lambda start: read(file, *((start + 1000 * at, 10) for at in range(16))), starts)
@@ -274,7 +278,8 @@ def test_an_object_that_is_removed_is_noticed(server, tmp_path):
 
 
 def test_cancelled_reads_end_soon(server):
-    file = opened(server)
+    file, asked = opened(server), threading.Event()
+    server.fail(Call(asked.set), times=None)
     server.fail(Cut(None, "stall"), times=None)
     failed = []
 
@@ -286,7 +291,7 @@ def test_cancelled_reads_end_soon(server):
 
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(0.1)
+    assert asked.wait(20)
     file.cancel()
     thread.join(20)
     assert failed == [f"{server.url}/sub/a b.bin: reading was cancelled"]

@@ -26,10 +26,17 @@ def gcs(gcs, monkeypatch):
     return gcs
 
 
+class Parts:
+    """How many parts were in memory at once, at most."""
+
+    def __init__(self):
+        self.most = self.expected = 0
+
+
 @pytest.fixture
-def most(gcs, monkeypatch):
-    """The most parts that were in memory at once, in a list; while parts come, the store waits until no more do."""
-    lock, alive, found = threading.Lock(), weakref.WeakSet(), [0]
+def parts(gcs, monkeypatch):
+    """Until as many parts as are `expected` were in memory at once, and while more come, the store waits."""
+    lock, alive, found = threading.Lock(), weakref.WeakSet(), Parts()
     changed = threading.Condition(lock)
 
     class Part(np.ndarray):
@@ -40,13 +47,14 @@ def most(gcs, monkeypatch):
         with lock:
             for part in made:
                 alive.add(part)
-            found[0] = max(found[0], len(alive))
+            found.most = max(found.most, len(alive))
             changed.notify_all()
         return made
 
     def wait():
         with lock:
-            while changed.wait(0.2):
+            changed.wait_for(lambda: found.most >= found.expected, 20)
+            while changed.wait(0.05):
                 pass
 
     monkeypatch.setattr(upload, "allocate", allocate)
@@ -55,7 +63,8 @@ def most(gcs, monkeypatch):
 
 
 @pytest.mark.parametrize(("requests", "held"), [(1, 3), (3, 3), (6, 6), (10, 10), (64, 10)])
-def test_as_many_parts_as_may_be(requests, held, gcs, most):
+def test_as_many_parts_as_may_be(requests, held, gcs, parts):
+    parts.expected = held - 1
     data = np.random.default_rng(0).bytes(16 * MIB + 5)
     store, path = store_of(f"{gcs.url}/x", {})
     file = store.create(path, len(data), requests)
@@ -63,40 +72,41 @@ def test_as_many_parts_as_may_be(requests, held, gcs, most):
         file.write(offset, [memoryview(data)[offset : offset + 300_000]])
     file.close()
     assert bytes(obstore.get(gcs.store(), "x").bytes()) == data
-    assert held - 1 <= most[0] <= held
+    assert held - 1 <= parts.most <= held
 
 
-def test_longer_parts_are_fewer(gcs, most, monkeypatch):
+def test_longer_parts_are_fewer(gcs, parts, monkeypatch):
     monkeypatch.setattr(upload, "_MAX_PARTS", 8)
     data = bytes(16 * MIB)
     store, path = store_of(f"{gcs.url}/x", {})
     file = store.create(path, len(data), 10)  # MiB, in parts of two
     file.write(0, [memoryview(data)])
     file.close()
-    assert most[0] <= 5
+    assert parts.most <= 5
 
 
 @pytest.mark.parametrize("threads", [None, 256])
 @pytest.mark.parametrize(("requests", "held"), [(1, 3), (10, 10), (25, 24)])
-def test_files_that_are_saved_at_once_share_them(requests, held, threads, gcs, most):
+def test_files_that_are_saved_at_once_share_them(requests, held, threads, gcs, parts):
     """Whoever asks for more writes at once does not ask for more memory."""
     tree = {name: np.full(12 * MIB, number, np.uint8) for number, name in enumerate("abcd")}
     # As much as holds so many requests of 8 MiB in a quarter of it.
     options = ost.SafetensorsOptions(in_flight_bytes=4 * 8 * MIB * requests, threads=threads)
     save = ost.SafetensorsSave(tree, max_file_bytes=12 * MIB)
     ost.SafetensorsHandler(options=options).save(f"{gcs.url}/saved", save)
-    assert most[0] <= held
+    assert parts.most <= held
     ost.SafetensorsHandler(options=options).save(f"{gcs.url}/saved", save, existing="replaced")
-    assert most[0] <= held
+    assert parts.most <= held
     found = ost.SafetensorsHandler().restore(f"{gcs.url}/saved")
     assert all(np.array_equal(found[name], tree[name]) for name in tree)
 
 
-def test_a_conversion_has_them_in_its_memory(gcs, most, tmp_path):
+def test_a_conversion_has_them_in_its_memory(gcs, parts, tmp_path):
+    parts.expected = 2
     write(tmp_path / "model.safetensors", {"a": np.arange(24 * MIB, dtype=np.uint8)})
     (cost,) = ost.plan_reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB).processes
     ost.reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB)
-    assert 2 <= most[0] <= 3
+    assert 2 <= parts.most <= 3
     kept = [0] + [batch.nbytes for batch in cost.batches[:-1]]
     assert [batch.write.staging_bytes for batch in cost.batches] == [3 * MIB + before for before in kept]
 

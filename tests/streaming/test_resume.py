@@ -9,15 +9,14 @@ import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.orbax_store import open_orbax
 from tests.support.interrupted import CALLS
-from tests.support.killed_conversions import arrays, check, killed, make_source, opens
+from tests.support.killed_conversions import arrays, check, make_source, opens
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("where", [0, 1, 5, "before_the_end"])
 @pytest.mark.parametrize("kind", list(CALLS))
-def test_killed_and_resumed(kind, where, tmp_path):
+def test_killed_and_resumed(forks, kind, where, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    killed(kind, source, destination, where)
+    forks.killed(kind, source, destination, where)
     assert not opens(kind, destination)
     told = []
     result = CALLS[kind](source, destination, resume=True, progress=lambda *now: told.append(now))
@@ -29,12 +28,11 @@ def test_killed_and_resumed(kind, where, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("where", ["before_the_rename", "after_the_rename"])
-def test_killed_at_the_very_end(where, tmp_path):
+def test_killed_at_the_very_end(forks, where, tmp_path):
     kind = "to_safetensors"
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    killed(kind, source, destination, where)
+    forks.killed(kind, source, destination, where)
     if where == "after_the_rename":
         check(kind, destination)
         with pytest.raises(ost.StorageError, match="to: already exists"):
@@ -45,21 +43,19 @@ def test_killed_at_the_very_end(where, tmp_path):
     check(kind, destination)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("kind", list(CALLS))
-def test_without_resume_all_begins_anew(kind, tmp_path):
+def test_without_resume_all_begins_anew(forks, kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    killed(kind, source, destination, 3)
+    forks.killed(kind, source, destination, 3)
     result = CALLS[kind](source, destination)
     assert result.nbytes == sum(array.nbytes for array in arrays().values())
     check(kind, destination)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("kind", list(CALLS))
-def test_another_source_is_not_mixed_in(kind, tmp_path):
+def test_another_source_is_not_mixed_in(forks, kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    killed(kind, source, destination, 3)
+    forks.killed(kind, source, destination, 3)
     make_source(kind, tmp_path / "from", seed=1)
     with pytest.raises(ost.TensorMismatchError, match="cannot be resumed"):
         CALLS[kind](source, destination, resume=True)

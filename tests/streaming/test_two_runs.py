@@ -1,9 +1,7 @@
 """Two conversions into one destination, each in a process of its own: one of them makes it, and it is right."""
 
-import contextlib
 import fcntl
 import os
-import signal
 import time
 
 import pytest
@@ -13,7 +11,7 @@ from orbax_safetensors.storage.workspace import Lock
 from tests.support import interrupted
 from tests.support.files import nothing_left
 from tests.support.interrupted import CALLS
-from tests.support.killed_conversions import TO_ORBAX, arrays, check, make_source, opens, start
+from tests.support.killed_conversions import TO_ORBAX, arrays, check, make_source, opens
 
 pytestmark = pytest.mark.process
 
@@ -22,35 +20,6 @@ KINDS = list(CALLS)
 SEVERAL_FILES = "reshard_safetensors"
 OTHERS = "to: another save or conversion is writing here"
 both = pytest.mark.parametrize("resume", [False, True])
-
-
-class First:
-    """A conversion that has stopped somewhere, and is there until the end of the block."""
-
-    def __init__(self, process):
-        self._process = process
-
-    def go_on(self):
-        """To its end; returns its status and what it says."""
-        os.kill(self._process.pid, signal.SIGCONT)
-        _, told = self._process.communicate(timeout=120)
-        return self._process.returncode, told
-
-    def kill(self):
-        self._process.kill()
-        self._process.wait()
-
-
-@contextlib.contextmanager
-def stopped(kind, source, destination, where, locks="locks"):
-    process = start(kind, source, destination, where, "SIGSTOP", locks)
-    try:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status), process.stderr.read()
-        yield First(process)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture
@@ -82,10 +51,10 @@ def half(kind, source, destination, **more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_second_is_refused(kind, tmp_path):
+def test_the_second_is_refused(forks, kind, tmp_path):
     """However far the first is, and whatever the second is to begin with."""
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    with stopped(kind, source, destination, 3) as first:
+    with forks.stopped(kind, source, destination, 3) as first:
         before = everything(tmp_path)
         for resume in (False, True):
             began = time.monotonic()
@@ -99,9 +68,9 @@ def test_the_second_is_refused(kind, tmp_path):
 
 @both
 @pytest.mark.parametrize("kind", ["to_safetensors", "to_orbax"])
-def test_a_kill_gives_the_lock_back(kind, resume, tmp_path):
+def test_a_kill_gives_the_lock_back(forks, kind, resume, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    with stopped(kind, source, destination, 3) as first:
+    with forks.stopped(kind, source, destination, 3) as first:
         first.kill()
         moved = CALLS[kind](source, destination, resume=resume).nbytes
     assert 0 < moved < NBYTES if resume else moved == NBYTES
@@ -143,11 +112,11 @@ WHERE = ["after_it_began", 0, 3, "before_the_rename"]
 
 @both
 @pytest.mark.parametrize("where", [3, "before_the_end"])
-def test_without_locks_the_first_fails_and_the_second_goes_on(where, resume, tmp_path, no_locks):
+def test_without_locks_the_first_fails_and_the_second_goes_on(forks, where, resume, tmp_path, no_locks):
     kind = SEVERAL_FILES
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     told = None
-    with stopped(kind, source, destination, where, "none") as first:
+    with forks.stopped(kind, source, destination, where, "none") as first:
 
         def let_the_first_go_on(done, total):
             nonlocal told
@@ -162,11 +131,11 @@ def test_without_locks_the_first_fails_and_the_second_goes_on(where, resume, tmp
 
 @both
 @pytest.mark.parametrize("where", WHERE)
-def test_without_locks_the_first_leaves_the_second_to_be_resumed(where, resume, tmp_path, no_locks):
+def test_without_locks_the_first_leaves_the_second_to_be_resumed(forks, where, resume, tmp_path, no_locks):
     """No tile is recorded that only the first has written, to a file that is not there any more."""
     kind = SEVERAL_FILES
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    with stopped(kind, source, destination, where, "none") as first:
+    with forks.stopped(kind, source, destination, where, "none") as first:
         if resume and where == "before_the_rename":
             with pytest.raises(ost.StorageError, match="enough"):  # there is nothing to be moved
                 CALLS[kind](source, destination, resume=True, progress=fail)
@@ -184,10 +153,10 @@ def fail(done, total):
 
 
 @pytest.mark.parametrize("where", [0, 3])
-def test_without_locks_another_source_is_not_mixed_in(where, tmp_path, no_locks):
+def test_without_locks_another_source_is_not_mixed_in(forks, where, tmp_path, no_locks):
     kind = SEVERAL_FILES
     source, other = make_source(kind, tmp_path / "from"), make_source(kind, tmp_path / "from" / "other", seed=1)
-    with stopped(kind, source, tmp_path / "to", where, "none") as first:
+    with forks.stopped(kind, source, tmp_path / "to", where, "none") as first:
         half(kind, other, tmp_path / "to")
         assert first.go_on()[0] == 1
     CALLS[kind](other, tmp_path / "to", resume=True)
@@ -195,11 +164,11 @@ def test_without_locks_another_source_is_not_mixed_in(where, tmp_path, no_locks)
 
 
 @pytest.mark.parametrize("kind", ["to_safetensors", "to_orbax"])
-def test_without_locks_what_is_finished_stays(kind, tmp_path, no_locks):
+def test_without_locks_what_is_finished_stays(forks, kind, tmp_path, no_locks):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     # Writes of TensorStore that were under way may make the directory of the unfinished step anew.
     finished = destination / "0" if kind in TO_ORBAX else destination
-    with stopped(kind, source, destination, 3, "none") as first:
+    with forks.stopped(kind, source, destination, 3, "none") as first:
         CALLS[kind](source, destination)
         before = everything(finished)
         assert first.go_on()[0] == 1
@@ -210,10 +179,10 @@ def test_without_locks_what_is_finished_stays(kind, tmp_path, no_locks):
 @both
 @pytest.mark.parametrize("where", ["after_it_began", 3, "before_the_end"])
 @pytest.mark.parametrize("kind", ["reshard_orbax"])
-def test_without_locks_one_at_most_makes_a_checkpoint(kind, where, resume, tmp_path, no_locks):
+def test_without_locks_one_at_most_makes_a_checkpoint(forks, kind, where, resume, tmp_path, no_locks):
     """Both write to one store; the last that began makes the checkpoint, or a later one that resumes."""
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    with stopped(kind, source, destination, where, "none") as first:
+    with forks.stopped(kind, source, destination, where, "none") as first:
         if resume and where == "before_the_end":
             with pytest.raises(ost.StorageError, match="enough"):
                 CALLS[kind](source, destination, resume=True, progress=fail)
@@ -225,11 +194,11 @@ def test_without_locks_one_at_most_makes_a_checkpoint(kind, where, resume, tmp_p
     is_alone(kind, tmp_path)
 
 
-def test_two_that_begin_at_once_without_locks(tmp_path, no_locks):
+def test_two_that_begin_at_once_without_locks(forks, tmp_path, no_locks):
     """Neither sees the other's directory: each has tiles and a record of its own, and the second has come too late."""
     kind = SEVERAL_FILES
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    with stopped(kind, source, destination, 3, "none") as first, pytest.MonkeyPatch.context() as patched:
+    with forks.stopped(kind, source, destination, 3, "none") as first, pytest.MonkeyPatch.context() as patched:
         patched.setattr("orbax_safetensors.streaming.partial_directory.PartialDirectory._runs", lambda self: [])
         CALLS[kind](source, destination)
         assert first.go_on()[0] == 1

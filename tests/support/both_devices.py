@@ -22,7 +22,6 @@ FAST = frozenset(
         "handlers/test_nnx.py",
         "handlers/test_progress.py",
         "handlers/test_restore_resources.py",
-        "handlers/test_variants.py",
         "restore/test_checksums.py",
         "restore/test_fill.py",
         "restore/test_remote.py",
@@ -40,6 +39,7 @@ FURTHER = frozenset(
         "handlers/test_recorded_switches.py",
         "handlers/test_registered_families.py",
         "handlers/test_type_handler.py",
+        "handlers/test_variants.py",
         "interop/test_families.py",
     )
 )

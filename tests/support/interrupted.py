@@ -1,13 +1,16 @@
-"""One conversion in a process of its own that kills or stops itself: `killed` and `stopped` start it.
+"""Conversions that kill or stop themselves, each a fork of this process, which imports all that they need once.
 
-    python interrupted.py KIND SOURCE DESTINATION WHERE SIGNAL LOCKS
+    python interrupted.py
 
-`KIND` is a key of `CALLS`; `WHERE` is the number of the batch after which it gets `SIGNAL`, or the name of a step at
-the end. `LOCKS` is `none` where the file system is to have no locks, else `locks`.
+Each line on stdin is JSON. `[ERRORS, KIND, SOURCE, DESTINATION, WHERE, SIGNAL, LOCKS]` begins a conversion: `ERRORS` is
+the file for its stderr, `KIND` a key of `CALLS`, `WHERE` the number of the batch after which it gets `SIGNAL`, or the
+name of a step at the end, and `LOCKS` is `none` where the file system is to have no locks, else `locks`. A number waits
+for the end of that conversion. The answer is a line on stdout: the number and the status of what has stopped or ended.
 """
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import sys
@@ -34,7 +37,7 @@ def no_locks(*_):
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
-def main(kind, source, destination, where, name, locks):
+def convert(kind, source, destination, where, name, locks):
     batches = -1
 
     def interrupt():
@@ -70,8 +73,21 @@ def main(kind, source, destination, where, name, locks):
     try:
         CALLS[kind](source, destination, progress=progress)
     except ost.SafetensorsError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)  # to tear the interpreter down takes longer than the conversion
+
+
+def main():
+    for line in sys.stdin:
+        asked = json.loads(line)
+        number, options = (asked, 0) if isinstance(asked, int) else (os.fork(), os.WUNTRACED)
+        if not number:
+            errors, *arguments = asked
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+            return convert(*arguments)
+        print(json.dumps(os.waitpid(number, options)), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,6 +1,9 @@
 """Conversions that are killed or stopped in a process of their own: what they read, and what they have made."""
 
+import contextlib
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -62,19 +65,65 @@ def opens(kind, destination):
     return True
 
 
-def start(kind, source, destination, where, name, locks="locks"):
-    """A process that gets the signal `name` at some point of a conversion."""
-    return subprocess.Popen(
-        [sys.executable, interrupted.__file__, kind, *map(str, (source, destination, where)), name, locks],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Conversion:
+    """One in a process of its own that has got a signal somewhere, with its number, status and file of errors."""
+
+    def __init__(self, forks, number, status, errors):
+        self._forks, self.number, self.status, self._errors = forks, number, status, errors
+
+    def go_on(self):
+        """To its end; returns its exit code and what it says."""
+        return self._end(signal.SIGCONT)
+
+    def kill(self):
+        """Whether it has ended or not."""
+        if os.WIFSTOPPED(self.status):
+            self._end(signal.SIGKILL)
+
+    def _end(self, number):
+        os.kill(self.number, number)
+        _, self.status = self._forks.ask(self.number)
+        return os.waitstatus_to_exitcode(self.status), self._errors.read_text()
 
 
-def killed(kind, source, destination, where):
-    process = start(kind, source, destination, where, "SIGKILL")
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL, told
+class Forks:
+    """A process that forks conversions: it has imported what takes longer than they do."""
+
+    def __init__(self, directory):
+        self._directory, self._count = directory, 0
+        self._process = subprocess.Popen(
+            [sys.executable, interrupted.__file__],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, what):
+        print(json.dumps(what), file=self._process.stdin, flush=True)
+        answers, _, _ = select.select([self._process.stdout], [], [], 120)
+        assert answers, "the conversion neither stops nor ends"
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, kind, source, destination, where, name, locks="locks"):
+        """A conversion that gets the signal `name` at some point."""
+        self._count += 1
+        errors = self._directory / str(self._count)
+        return Conversion(self, *self.ask([*map(str, (errors, kind, source, destination, where)), name, locks]), errors)
+
+    def killed(self, kind, source, destination, where):
+        assert os.WTERMSIG(self.start(kind, source, destination, where, "SIGKILL").status) == signal.SIGKILL
+
+    @contextlib.contextmanager
+    def stopped(self, kind, source, destination, where, locks="locks"):
+        """A conversion that has stopped somewhere, and is there until the end of the block."""
+        conversion = self.start(kind, source, destination, where, "SIGSTOP", locks)
+        try:
+            assert os.WIFSTOPPED(conversion.status)
+            yield conversion
+        finally:
+            conversion.kill()
+
+    def close(self):
+        self._process.communicate()

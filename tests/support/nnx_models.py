@@ -1,5 +1,7 @@
 """A small model of Flax NNX with sharded kernels, lists, dicts and a variable in two places, and weights for it."""
 
+import functools
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -48,10 +50,16 @@ class Model(nnx.Module):
 SHARDED = {"mlp.0.kernel": ("x", "y"), "mlp.1.kernel": ("y", "x"), "embedding.embedding": ("y", None)}
 
 
+@functools.cache
+def _made(mesh, dropout):
+    with jax.set_mesh(mesh):
+        return nnx.split(Model(nnx.Rngs(0), dropout))
+
+
 def make(mesh, dropout=False):
     """A model with its own random weights, sharded over the axes `x` and `y`."""
     with jax.set_mesh(mesh):
-        return Model(nnx.Rngs(0), dropout)
+        return nnx.merge(*_made(mesh, dropout), copy=True)
 
 
 def abstract(mesh, dropout=False):

@@ -15,11 +15,12 @@ class Service:
     """The key-value store and the barriers of `jax.distributed`, in memory.
 
     A key is set once. Nobody waits longer than `SECONDS` or for a barrier that has failed, and with `dead` nobody waits
-    at all.
+    at all. `absent` is the end of a key that does not come, and the ends of those that do: once they are there, a wait
+    for it fails.
     """
 
     def __init__(self, processes):
-        self.values, self.barriers, self.dead = {}, {}, False
+        self.values, self.barriers, self.dead, self.absent = {}, {}, False, None
         self._processes, self._lock = processes, threading.Lock()
 
     def key_value_set(self, key, value):
@@ -45,7 +46,10 @@ class Service:
 
     def blocking_key_value_get_bytes(self, key, milliseconds):
         until = time.monotonic() + milliseconds / 1000
-        while key not in self.values and not self.dead and time.monotonic() < until:
+        keys = {key}
+        if self.absent and key.endswith(self.absent[0]):
+            keys = {key.removesuffix(self.absent[0]) + end for end in self.absent[1]}
+        while not keys <= self.values.keys() and not self.dead and time.monotonic() < until:
             time.sleep(0.002)
         if key not in self.values:
             raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")

@@ -31,7 +31,7 @@ MARKS = {
 _FOLDERS = {"multiprocess": "process", "servers": "server"}
 _FIXTURES = {
     **dict.fromkeys(("azure", "gcs", "hub", "moto", "orbax_gcs", "s3", "server", "web"), "server"),
-    "by_stock_orbax": "process",
+    **dict.fromkeys(("by_stock_orbax", "forks"), "process"),
     "full_size_model": "full_size",
 }
 only_fast = False

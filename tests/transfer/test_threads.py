@@ -125,14 +125,13 @@ def test_the_first_failure_is_raised_though_a_report_fails_as_well(monkeypatch):
         run_tasks(iter([fail]), 1, failed.set, report)
 
 
-def test_a_thread_that_an_interrupt_has_left_behind_begins_no_task(monkeypatch):
-    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    late = []
+def test_a_thread_that_an_interrupt_has_left_behind_begins_no_task(monkeypatch, young):
+    begun, go_on = threading.Event(), threading.Event()
+    late, workers, submit = [], [], ThreadPoolExecutor.submit
 
     def tasks():
         yield lambda: (begun.set(), go_on.wait(20))
         yield lambda: late.append(1)
-        ended.set()
 
     def interrupted(seconds):
         begun.wait(20)
@@ -140,14 +139,13 @@ def test_a_thread_that_an_interrupt_has_left_behind_begins_no_task(monkeypatch):
 
     # As a thread that the executor does not know, as it was interrupted when it started it.
     monkeypatch.setattr(ThreadPoolExecutor, "__exit__", lambda *_: None)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *args: workers.append(submit(*args)) or workers[-1])
     with pytest.raises(KeyboardInterrupt), working(tasks(), 1, lambda: None):
         interrupted(1)
     go_on.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("safetensors"):
-            ended.wait(0.5)
+    assert not wait(workers, 20).not_done
     assert not late
     executor_threads = [thread for thread in threading.enumerate() if thread.name.startswith("safetensors")]
-    gc.collect()  # the executor tells its threads to end
+    gc.collect(0)  # the executor tells its threads to end
     for thread in executor_threads:
         thread.join(20)
