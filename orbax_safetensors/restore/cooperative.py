@@ -121,7 +121,7 @@ def _read(under_way: Filling, batch: Sequence[_Leaf]) -> list[jax.Array]:
         [leaf.parts.target(leaf.target) for leaf in batch], sum(leaf.target.local_nbytes for leaf in batch)
     )
     # Other processes are about to receive them.
-    under_way.reader.check()
+    under_way.check()
     return parts
 
 
