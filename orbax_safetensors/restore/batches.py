@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
@@ -14,7 +15,6 @@ from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import by_tensors
-from orbax_safetensors.restore.in_flight import Slot
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block
@@ -44,7 +44,8 @@ class Fill(NamedTuple):
 class Batch:
     """Fills that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
 
-    If the arrays leave host memory, they have a `slot` in it until they have arrived.
+    `sent` are the `jax.Array`s that are made of these. If they leave host memory, `arrived` is called once devices have
+    them all.
     """
 
     def __init__(self, fills: Sequence[Fill], *, leaves_host: bool) -> None:
@@ -55,7 +56,8 @@ class Batch:
         self.leaves_host = leaves_host
         self.filled = Countdown()
         self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
-        self.slot: Slot | None = None
+        self.sent: list[jax.Array] = []
+        self.arrived: Callable[[], None] | None = None
 
 
 def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, batch_bytes: int) -> list[Batch]:

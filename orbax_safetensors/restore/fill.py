@@ -120,11 +120,10 @@ class Filling:
                 except BaseException:
                     self.sources.leases.abandon()
                     raise
-                if batch.slot is None:
-                    staying += batch.nbytes
+                if batch.leaves_host:
+                    self.in_flight.send(batch)
                 else:
-                    self.in_flight.send(batch.slot)
-                    batch.slot = None  # which may hold memory that no other batch uses
+                    staying += batch.nbytes
                 batch.arrays.clear()
                 report()
         while self.in_flight.wait_for_one():
@@ -143,7 +142,6 @@ class Filling:
 def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -> None:
     """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
-    sent = [] if batch.slot is None else batch.slot.sent
     for fill in batch.fills:
         target = fill.target
         shards = list(islice(arrays, len(fill.blocks)))
@@ -153,11 +151,11 @@ def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -
         held = dict(zip(target.local_boxes(), shards, strict=True))
         if fill.start is None:
             values[fill.number] = assemble(target.sharding, target.shape, target.dtype, held)
-            sent.append(values[fill.number])
+            batch.sent.append(values[fill.number])
         else:
             if fill.number not in growing:
                 growing[fill.number] = Growing(plain(target.sharding), target.shape, target.dtype)
-            sent.append(growing[fill.number].put(fill.start, held))
+            batch.sent.append(growing[fill.number].put(fill.start, held))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ once the device has it, or into memory that arrays on CPU devices keep.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import prod
@@ -63,7 +64,7 @@ class Sources:
 
     def close(self) -> None:
         """End all leases, and close all files."""
-        with self.reader:
+        with contextlib.closing(self.reader):
             self.leases.close()
 
     @property
@@ -73,7 +74,7 @@ class Sources:
         return min((self.reader.counters.nbytes - before) / max(nbytes, 1), 1)
 
     def tasks(self, batches: Iterable[Batch]) -> Iterator[Callable[[], object]]:
-        """Yield what threads have to call to fill `batches`, in order. Waits for slots in flight."""
+        """Yield what threads have to call to fill `batches`, in order. Waits until a batch may be in flight."""
         for batch in batches:
             make = self._leaving if batch.leaves_host else self._staying
             yield from batch.filled.of(make(batch))
@@ -99,10 +100,9 @@ class Sources:
             answered = {number for number, _ in answers}
             left, blocks, plan = self._planned(batch, answered)
             offsets = direct_offsets(plan, self._checkpoint.store)
-        batch.slot = self._in_flight.take(batch.nbytes, [block.nbytes for block in blocks], offsets)
+        memory = self._in_flight.take(batch, [block.nbytes for block in blocks], offsets)
         if leases:
-            batch.slot.arrived = partial(self.leases.let_go, leases, ranges)
-        memory = batch.slot.memory
+            batch.arrived = partial(self.leases.let_go, [*leases], ranges)  # by number: it must not hold the memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
             if number in empty or prod(block.shape) != block.box.volume:  # elements over the end of its view
