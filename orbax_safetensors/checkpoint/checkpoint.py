@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import StoredFile
+from orbax_safetensors.checkpoint.files import NO_OPENING, Opening, StoredFile
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
@@ -66,21 +66,6 @@ class StoredTensor(NamedTuple):
     def file(self) -> int:
         """Return the position in `Checkpoint.files` of the file that has the tensor, or its first piece."""
         return self.pieces[0].file
-
-
-class Opening(NamedTuple):
-    """The requests that open a checkpoint, for its listing, its index and its headers.
-
-    Attributes:
-      requests: of each process, with the record of headers if the directory has one.
-      requests_without_record: of each process if there were no record.
-    """
-
-    requests: int
-    requests_without_record: int
-
-
-NO_OPENING = Opening(0, 0)
 
 
 @dataclass(frozen=True)

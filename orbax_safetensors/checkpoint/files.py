@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_safetensors.checkpoint.header_texts import (
     HEADERS_NAME,
@@ -78,6 +78,21 @@ def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> boo
     return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
+class Opening(NamedTuple):
+    """The requests that open a checkpoint, for its listing, its index and its headers.
+
+    Attributes:
+      requests: of each process, with the record of headers if the directory has one.
+      requests_without_record: of each process if there were no record.
+    """
+
+    requests: int
+    requests_without_record: int
+
+
+NO_OPENING = Opening(0, 0)
+
+
 @dataclass(frozen=True)
 class Found:
     """The files of a checkpoint, before their headers are known.
@@ -86,16 +101,14 @@ class Found:
       index: what names the files, if there is one.
       states: those of the directory's listing, by path; none if it was not listed.
       recorded: the headers that a record has of these files, by path.
-      requests: made to find all this.
-      requests_without_record: to find all this but the record.
+      opening: the requests that found all this, before any header is read.
     """
 
     paths: list[str]
     index: Index | None = None
     states: Mapping[str, Stamp | None] = field(default_factory=dict)
     recorded: Mapping[str, StoredText] = field(default_factory=dict)
-    requests: int = 0
-    requests_without_record: int = 0
+    opening: Opening = NO_OPENING
 
 
 def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError], None], *, use_record: bool) -> Found:
@@ -106,9 +119,9 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
     if not store.lists:
         file = store.find(posixpath.join(path, INDEX_NAME))
         if file is None:
-            return Found([posixpath.join(path, FILE_NAME)], None, requests=1, requests_without_record=1)
+            return Found([posixpath.join(path, FILE_NAME)], opening=Opening(1, 1))
         index = _index(file.path, text_of(file))
-        return Found([posixpath.join(path, name) for name in index.files], index, requests=1, requests_without_record=1)
+        return Found([posixpath.join(path, name) for name in index.files], index, opening=Opening(1, 1))
     states = store.list(path)
     if states is None:
         return Found([path])
@@ -131,8 +144,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         index,
         {posixpath.join(path, name): state for name, state in states.items()},
         {posixpath.join(path, name): text for name, text in recorded.items()},
-        without_record + has_record - (index_name in recorded),
-        without_record,
+        Opening(without_record + has_record - (index_name in recorded), without_record),
     )
 
 

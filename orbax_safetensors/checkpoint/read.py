@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint, Opening, StoredPiece, StoredTensor
-from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_files, read_usual
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
+from orbax_safetensors.checkpoint.files import Opening, StoredFile, checkpoint_files, read_files, read_usual
 from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
@@ -125,7 +125,8 @@ def _read(
     assumed = usual or paths == [path]
     known = dict(found.recorded)
     unknown = [path for path in paths if path not in known]
-    opening = Opening(found.requests + len(unknown), found.requests_without_record + len(paths))
+    to_find, without_record = found.opening
+    opening = Opening(to_find + len(unknown), without_record + len(paths))
     if shared_by is not None and unknown and not (usual or store.is_local):
         shared = shared_texts(store, unknown, shared_by)
         known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
