@@ -186,11 +186,8 @@ class Checkpoint:
         tensor, (file, entry, _) = self._piece(name)
         return Location(file, self._data_starts[file] + entry.begin, tensor.dtype)
 
-    def begin(self, name: str) -> tuple[int, int]:
-        """Return the file of a tensor, or of a piece as a view names it, and the offset of its first byte."""
-        return self._begin(self.quantized[name].codes if name in self.quantized else name)
-
     def _begin(self, name: str) -> tuple[int, int]:
+        """Return the file of a stored tensor, and the offset of its first byte."""
         _, (file, entry, _) = self._piece(name)
         return file, self._data_starts[file] + entry.begin
 

@@ -72,7 +72,7 @@ def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, bat
     ]
     sizes = [fill.nbytes for fill in whole]
     stays = [target.sharding is None or on_host(plain(target.sharding)) for target in targets]
-    groups = in_file_order(checkpoint, targets)
+    groups = groups_in_file_order(checkpoint, targets)
     staying = [whole[number] for group in groups for number in group if stays[number]]
     sized: list[tuple[list[Fill], int]] = []
     for group in groups:
@@ -108,7 +108,7 @@ def _within(box: Box, part: Box) -> Box:
     return Box((low + start, low + stop) for (low, _), (start, stop) in zip(box, part, strict=True))
 
 
-def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
+def groups_in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
     """Return the positions of `targets`, in one group those that are made of the same tensors.
 
     Groups are in the order of the files, so that a disk reads forward and each batch is one stretch of it.
@@ -116,7 +116,7 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
     groups = by_tensors([target.view for target in targets])
 
     def begin(group: list[int]) -> tuple[int, int]:
-        names = [name for at in group for name in targets[at].view.tensors]
-        return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
+        locations = [checkpoint.location(name) for at in group for name in targets[at].view.tensors]
+        return min([(location.file, location.begin) for location in locations], default=(0, 0))
 
     return sorted(groups, key=begin)

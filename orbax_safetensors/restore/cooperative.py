@@ -28,7 +28,7 @@ from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import box_of
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import some
-from orbax_safetensors.restore.batches import in_file_order
+from orbax_safetensors.restore.batches import groups_in_file_order
 from orbax_safetensors.restore.fill import Filling
 from orbax_safetensors.restore.parts import Parts, parts_of
 from orbax_safetensors.restore.target import Target
@@ -55,7 +55,9 @@ def exchange_batches(checkpoint: Checkpoint, targets: Sequence[Target], most: in
     """
     in_parts = [(number, target, parts_of(target)) for number, target in enumerate(targets)]
     leaves = [_Leaf(number, target, parts) for number, target, parts in in_parts if parts is not None]
-    groups = [[leaves[at] for at in group] for group in in_file_order(checkpoint, [leaf.target for leaf in leaves])]
+    groups = [
+        [leaves[at] for at in group] for group in groups_in_file_order(checkpoint, [leaf.target for leaf in leaves])
+    ]
     sized = [(group, sum(map(_nbytes, group))) for group in groups]
     return [[leaf for group in batch for leaf in group] for batch in batches(sized, most)]
 
