@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.link.link_request import LinkRequest
@@ -195,8 +195,7 @@ class LinkJob:
         stamps = [(file.path, file.stamp) for file in self.checkpoint.files]
         # The result of a family: its repr has the addresses of its functions, which differ between processes.
         mapped = None if self.checkpoint.mapped is None else sorted(self.checkpoint.mapped.items())
-        what = (stamps, mapped, self.request.facts)
-        return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
+        return digest_of((stamps, mapped, self.request.facts))
 
     def plan(self, process_count: int) -> LinkPlan:
         """Return what `run` would make, and what a restore by `process_count` processes would read; write nothing."""

@@ -7,7 +7,6 @@ the parts. All other leaves are read directly.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from orbax_safetensors.devices.arrays import assemble, on_host
 from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import box_of
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.format.names import some
 from orbax_safetensors.restore.batches import groups_in_file_order
 from orbax_safetensors.restore.fill import Filling
@@ -72,8 +72,7 @@ def _nbytes(leaf: _Leaf) -> int:
 def facts(checkpoint: Checkpoint, batched: Batches) -> str:
     """Return what tells processes that would read other files or exchange other leaves, for `check`."""
     exchanges = [[_exchange(leaf) for leaf in batch] for batch in batched]
-    digest = hashlib.sha256(repr(exchanges).encode("utf-8", "backslashreplace")).hexdigest()
-    return json.dumps({"path": checkpoint.path, "identity": identity(checkpoint), "exchanges": digest})
+    return json.dumps({"path": checkpoint.path, "identity": identity(checkpoint), "exchanges": digest_of(exchanges)})
 
 
 def _exchange(leaf: _Leaf) -> tuple[object, ...]:
