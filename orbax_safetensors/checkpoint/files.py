@@ -102,6 +102,7 @@ class Found:
       states: those of the directory's listing, by path; none if it was not listed.
       recorded: the headers that a record has of these files, by path.
       opening: the requests that found all this, before any header is read.
+      assumed: whether only the caller, or the usual name, says that there is such a file.
     """
 
     paths: list[str]
@@ -109,22 +110,23 @@ class Found:
     states: Mapping[str, Stamp | None] = field(default_factory=dict)
     recorded: Mapping[str, StoredText] = field(default_factory=dict)
     opening: Opening = NO_OPENING
+    assumed: bool = False
 
 
 def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError], None], *, use_record: bool) -> Found:
     """Find the files of a checkpoint, the index that names them, and with `use_record` the headers in a record."""
     if path.endswith(SUFFIX) and not store.is_local:  # a reader of an object may not be allowed to list its neighbours
-        return Found([path])
+        return Found([path], assumed=True)
     index: Index | None
     if not store.lists:
         file = store.find(posixpath.join(path, INDEX_NAME))
         if file is None:
-            return Found([posixpath.join(path, FILE_NAME)], opening=Opening(1, 1))
+            return Found([posixpath.join(path, FILE_NAME)], opening=Opening(1, 1), assumed=True)
         index = _index(file.path, text_of(file))
         return Found([posixpath.join(path, name) for name in index.files], index, opening=Opening(1, 1))
     states = store.list(path)
     if states is None:
-        return Found([path])
+        return Found([path], assumed=True)
     names = list(states)
     has_record = use_record and states.get(HEADERS_NAME) is not None
     recorded = recorded_texts(store, path, states) if has_record else {}

@@ -120,9 +120,7 @@ def _read(
     found = checkpoint_files(store, path, report, use_record=use_record)
     paths, index = found.paths, found.index
     files = []
-    usual = index is None and not store.lists and paths != [path]
-    # Only the caller, or the usual name, says that there is such a file.
-    assumed = usual or paths == [path]
+    usual = found.assumed and paths != [path]
     known = dict(found.recorded)
     unknown = [path for path in paths if path not in known]
     to_find, without_record = found.opening
@@ -131,7 +129,7 @@ def _read(
         shared = shared_texts(store, unknown, shared_by)
         known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
     for stored_or_fault in read_usual(store, path) if usual else read_files(store, paths, known):
-        if assumed and isinstance(stored_or_fault, StorageError):
+        if found.assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):
             report(stored_or_fault)
