@@ -32,7 +32,7 @@ from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import read_note
-from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
 
@@ -54,12 +54,11 @@ class StoredFile:
     fingerprint: Mapping[str, Any]
 
     @staticmethod
+    @no_collection()
     def of(path: str, stamp: Stamp, header: bytes) -> StoredFile:
         """Return the file with this header, which is parsed; raises `HeaderError` if it is not valid."""
-        with no_collection():
-            return StoredFile(
-                path, stamp, Header.parse(header, stamp.nbytes, file=path), fingerprint(stamp.nbytes, header)
-            )
+        parsed = Header.parse(header, stamp.nbytes, file=path)
+        return StoredFile(path, stamp, parsed, fingerprint(stamp.nbytes, header))
 
 
 def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:

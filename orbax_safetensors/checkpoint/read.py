@@ -19,8 +19,8 @@ from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.sharding_info import saved_offsets
-from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike, as_text
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.replace import recover
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import UNKNOWN
@@ -141,10 +141,10 @@ def _read(
             "read goes unnoticed unless its size changes",
             stacklevel=2,
         )
-    with no_collection():
-        return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store, opening=opening)
+    return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store, opening=opening)
 
 
+@no_collection()
 def _tensors(
     path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
 ) -> dict[str, StoredTensor]:

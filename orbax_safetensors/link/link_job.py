@@ -48,7 +48,7 @@ from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.metadata import HANDLER, item_files, record_in_step, step_files
 from orbax_safetensors.orbax_store.ocdbt import Entry, merge, write_references
 from orbax_safetensors.orbax_store.restore_plan import OrbaxRestorePlan, plan_arrays
-from orbax_safetensors.storage.memory import peak_bytes
+from orbax_safetensors.storage.process_memory import peak_bytes
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_sink import orbax_sink

@@ -16,6 +16,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import by_tensors
 from orbax_safetensors.restore.target import Target
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block
 from orbax_safetensors.transfer.threads import Countdown
@@ -60,6 +61,7 @@ class Batch:
         self.arrived: Callable[[], None] | None = None
 
 
+@no_collection()
 def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, batch_bytes: int) -> list[Batch]:
     """Return all shards of `targets` that this process holds, in batches.
 

@@ -27,7 +27,7 @@ from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.sources import Sources
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
-from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.progress import SECONDS, Meter, passing
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.threads import working
@@ -85,8 +85,7 @@ class Filling:
           TensorMismatchError: a cast that the caller did not request would change values.
           StorageError: bytes cannot be read.
         """
-        with no_collection():
-            batched = batches_of(self._checkpoint, targets, self._most, self._batch_bytes)
+        batched = batches_of(self._checkpoint, targets, self._most, self._batch_bytes)
         values: list[Any] = [None] * len(targets)
         growing: dict[int, Growing] = {}
         arrived = self.in_flight.arrived
@@ -115,8 +114,7 @@ class Filling:
                 if failed.is_set():
                     break
                 try:
-                    with no_collection():
-                        _make_arrays(batch, values, growing)
+                    _make_arrays(batch, values, growing)
                 except BaseException:
                     self.sources.leases.abandon()
                     raise
@@ -139,6 +137,7 @@ class Filling:
         self.sources.reader.check()
 
 
+@no_collection()
 def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -> None:
     """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
@@ -207,12 +206,12 @@ def filling(
     )
 
 
+@no_collection()
 def _local_bytes(targets: Sequence[Target]) -> int:
     """Return the bytes that this process holds of `targets`."""
-    with no_collection():
-        alike = [(target.sharding, target.shape, target.dtype) for target in targets]
-        one_of = dict(zip(alike, targets, strict=True))
-        return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
+    alike = [(target.sharding, target.shape, target.dtype) for target in targets]
+    one_of = dict(zip(alike, targets, strict=True))
+    return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
 
 
 def _value(target: Target, array: np.ndarray) -> Any:

@@ -22,7 +22,8 @@ from orbax_safetensors.restore.batches import Batch, Fill
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.leases import Leases, Range
 from orbax_safetensors.storage.leased_mapping import LeasedMapping
-from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
+from orbax_safetensors.storage.memory import ALIGNMENT, allocate
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits
 from orbax_safetensors.transfer.reader import Reader, direct_offsets

@@ -15,7 +15,7 @@ import jax
 
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.options import Progress
-from orbax_safetensors.storage.memory import resident, trim
+from orbax_safetensors.storage.process_memory import resident, trim
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, nbytes

@@ -202,7 +202,7 @@ import sys
 import numpy as np
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
-from orbax_safetensors.storage.memory import peak_bytes
+from orbax_safetensors.storage.process_memory import peak_bytes
 from orbax_safetensors.streaming.tiles import Tile
 from tests.support.sinks import missing, step_sink
 
