@@ -184,17 +184,12 @@ class Checkpoint:
             beside = tuple([self._begin(stored) for stored in quantized.parameters])
             return Location(*self._begin(quantized.codes), _FLOAT32, quantized.encoding, beside)
         tensor, (file, entry, _) = self._piece(name)
-        return Location(file, self._data_starts[file] + entry.begin, tensor.dtype)
+        return Location(file, self.files[file].header.data_start + entry.begin, tensor.dtype)
 
     def _begin(self, name: str) -> tuple[int, int]:
         """Return the file of a stored tensor, and the offset of its first byte."""
         _, (file, entry, _) = self._piece(name)
-        return file, self._data_starts[file] + entry.begin
-
-    @cached_property
-    def _data_starts(self) -> list[int]:
-        """Return where the data of each file begins."""
-        return [file.header.data_start for file in self.files]
+        return file, self.files[file].header.data_start + entry.begin
 
     def _piece(self, name: str) -> tuple[StoredTensor, StoredPiece]:
         tensor = self.tensors.get(name)
@@ -210,7 +205,7 @@ class Checkpoint:
             raise TensorMismatchError(f"{self.path}: {name!r}: expected at most {most} bytes, found {tensor.nbytes}")
         content = bytearray(entry.nbytes)
         with closing(self.open_file(number)) as file:
-            file.read([(self._data_starts[number] + entry.begin, [memoryview(content)])])
+            file.read([(self.files[number].header.data_start + entry.begin, [memoryview(content)])])
         return bytes(content)
 
     def pace(self, options: SafetensorsOptions) -> Pace:
