@@ -55,7 +55,7 @@ class StoredTensor(NamedTuple):
     @property
     def dtype(self) -> np.dtype:
         """Return the NumPy dtype in memory: `uint8` if an element is less than a byte."""
-        return held(self.stored_dtype, self.stored_shape)[1]
+        return self.stored_dtype.in_memory
 
     @property
     def nbytes(self) -> int:

@@ -118,7 +118,6 @@ def groups_in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> l
     groups = by_tensors([target.view for target in targets])
 
     def begin(group: list[int]) -> tuple[int, int]:
-        locations = [checkpoint.location(name) for at in group for name in targets[at].view.tensors]
-        return min([(location.file, location.begin) for location in locations], default=(0, 0))
+        return min([checkpoint.location(name)[:2] for at in group for name in targets[at].view.tensors], default=(0, 0))
 
     return sorted(groups, key=begin)
