@@ -118,6 +118,9 @@ def groups_in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> l
     groups = by_tensors([target.view for target in targets])
 
     def begin(group: list[int]) -> tuple[int, int]:
-        return min([checkpoint.location(name)[:2] for at in group for name in targets[at].view.tensors], default=(0, 0))
+        names = [name for at in group for name in targets[at].view.tensors]
+        if len(names) == 1:  # as most groups of a model with many tensors
+            return checkpoint.location(names[0])[:2]
+        return min([checkpoint.location(name)[:2] for name in names], default=(0, 0))
 
     return sorted(groups, key=begin)
