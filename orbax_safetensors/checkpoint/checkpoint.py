@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import StoredFile
+from orbax_safetensors.checkpoint.files import NO_OPENING, Opening, StoredFile
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
@@ -55,7 +55,7 @@ class StoredTensor(NamedTuple):
     @property
     def dtype(self) -> np.dtype:
         """Return the NumPy dtype in memory: `uint8` if an element is less than a byte."""
-        return held(self.stored_dtype, self.stored_shape)[1]
+        return self.stored_dtype.in_memory
 
     @property
     def nbytes(self) -> int:
@@ -66,21 +66,6 @@ class StoredTensor(NamedTuple):
     def file(self) -> int:
         """Return the position in `Checkpoint.files` of the file that has the tensor, or its first piece."""
         return self.pieces[0].file
-
-
-class Opening(NamedTuple):
-    """The requests that open a checkpoint, for its listing, its index and its headers.
-
-    Attributes:
-      requests: of each process, with the record of headers if the directory has one.
-      requests_without_record: of each process if there were no record.
-    """
-
-    requests: int
-    requests_without_record: int
-
-
-NO_OPENING = Opening(0, 0)
 
 
 @dataclass(frozen=True)
@@ -199,20 +184,12 @@ class Checkpoint:
             beside = tuple([self._begin(stored) for stored in quantized.parameters])
             return Location(*self._begin(quantized.codes), _FLOAT32, quantized.encoding, beside)
         tensor, (file, entry, _) = self._piece(name)
-        return Location(file, self._data_starts[file] + entry.begin, tensor.dtype)
-
-    def begin(self, name: str) -> tuple[int, int]:
-        """Return the file of a tensor, or of a piece as a view names it, and the offset of its first byte."""
-        return self._begin(self.quantized[name].codes if name in self.quantized else name)
+        return Location(file, self.files[file].header.data_start + entry.begin, tensor.dtype)
 
     def _begin(self, name: str) -> tuple[int, int]:
+        """Return the file of a stored tensor, and the offset of its first byte."""
         _, (file, entry, _) = self._piece(name)
-        return file, self._data_starts[file] + entry.begin
-
-    @cached_property
-    def _data_starts(self) -> list[int]:
-        """Return where the data of each file begins."""
-        return [file.header.data_start for file in self.files]
+        return file, self.files[file].header.data_start + entry.begin
 
     def _piece(self, name: str) -> tuple[StoredTensor, StoredPiece]:
         tensor = self.tensors.get(name)
@@ -228,7 +205,7 @@ class Checkpoint:
             raise TensorMismatchError(f"{self.path}: {name!r}: expected at most {most} bytes, found {tensor.nbytes}")
         content = bytearray(entry.nbytes)
         with closing(self.open_file(number)) as file:
-            file.read([(self._data_starts[number] + entry.begin, [memoryview(content)])])
+            file.read([(self.files[number].header.data_start + entry.begin, [memoryview(content)])])
         return bytes(content)
 
     def pace(self, options: SafetensorsOptions) -> Pace:

@@ -13,10 +13,10 @@ from typing import Any
 
 from etils import epath
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint, Opening, StoredPiece, StoredTensor
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.config import CONFIG_NAME, config_dtype, parse_config, quantization_config
 from orbax_safetensors.checkpoint.family import FamilyLike, by_number
-from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile
+from orbax_safetensors.checkpoint.files import SUFFIX, Opening, StoredFile
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import MappingError, MissingError, StorageError
 from orbax_safetensors.format.dtypes import DTYPES, from_numpy

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_safetensors.checkpoint.header_texts import (
     HEADERS_NAME,
@@ -32,7 +32,7 @@ from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import read_note
-from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
 
@@ -54,12 +54,11 @@ class StoredFile:
     fingerprint: Mapping[str, Any]
 
     @staticmethod
+    @no_collection()
     def of(path: str, stamp: Stamp, header: bytes) -> StoredFile:
         """Return the file with this header, which is parsed; raises `HeaderError` if it is not valid."""
-        with no_collection():
-            return StoredFile(
-                path, stamp, Header.parse(header, stamp.nbytes, file=path), fingerprint(stamp.nbytes, header)
-            )
+        parsed = Header.parse(header, stamp.nbytes, file=path)
+        return StoredFile(path, stamp, parsed, fingerprint(stamp.nbytes, header))
 
 
 def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
@@ -78,6 +77,21 @@ def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> boo
     return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
+class Opening(NamedTuple):
+    """The requests that open a checkpoint, for its listing, its index and its headers.
+
+    Attributes:
+      requests: of each process, with the record of headers if the directory has one.
+      requests_without_record: of each process if there were no record.
+    """
+
+    requests: int
+    requests_without_record: int
+
+
+NO_OPENING = Opening(0, 0)
+
+
 @dataclass(frozen=True)
 class Found:
     """The files of a checkpoint, before their headers are known.
@@ -86,32 +100,32 @@ class Found:
       index: what names the files, if there is one.
       states: those of the directory's listing, by path; none if it was not listed.
       recorded: the headers that a record has of these files, by path.
-      requests: made to find all this.
-      requests_without_record: to find all this but the record.
+      opening: the requests that found all this, before any header is read.
+      assumed: whether only the caller, or the usual name, says that there is such a file.
     """
 
     paths: list[str]
     index: Index | None = None
     states: Mapping[str, Stamp | None] = field(default_factory=dict)
     recorded: Mapping[str, StoredText] = field(default_factory=dict)
-    requests: int = 0
-    requests_without_record: int = 0
+    opening: Opening = NO_OPENING
+    assumed: bool = False
 
 
 def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError], None], *, use_record: bool) -> Found:
     """Find the files of a checkpoint, the index that names them, and with `use_record` the headers in a record."""
     if path.endswith(SUFFIX) and not store.is_local:  # a reader of an object may not be allowed to list its neighbours
-        return Found([path])
+        return Found([path], assumed=True)
     index: Index | None
     if not store.lists:
         file = store.find(posixpath.join(path, INDEX_NAME))
         if file is None:
-            return Found([posixpath.join(path, FILE_NAME)], None, requests=1, requests_without_record=1)
+            return Found([posixpath.join(path, FILE_NAME)], opening=Opening(1, 1), assumed=True)
         index = _index(file.path, text_of(file))
-        return Found([posixpath.join(path, name) for name in index.files], index, requests=1, requests_without_record=1)
+        return Found([posixpath.join(path, name) for name in index.files], index, opening=Opening(1, 1))
     states = store.list(path)
     if states is None:
-        return Found([path])
+        return Found([path], assumed=True)
     names = list(states)
     has_record = use_record and states.get(HEADERS_NAME) is not None
     recorded = recorded_texts(store, path, states) if has_record else {}
@@ -131,8 +145,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         index,
         {posixpath.join(path, name): state for name, state in states.items()},
         {posixpath.join(path, name): text for name, text in recorded.items()},
-        without_record + has_record - (index_name in recorded),
-        without_record,
+        Opening(without_record + has_record - (index_name in recorded), without_record),
     )
 
 

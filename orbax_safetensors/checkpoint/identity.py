@@ -7,12 +7,9 @@ everywhere in a file.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from typing import Any
-
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import recorded_content
+from orbax_safetensors.format.digest import digest_of
 
 # Samples of a file: a page each, as a disk reads no less.
 _SAMPLES = 16
@@ -24,14 +21,14 @@ def identity(checkpoint: Checkpoint) -> dict[str, str]:
 
     Raises `StorageError` if a file cannot be read.
     """
-    digests = {"headers": _digest(sorted(file.fingerprint.items()) for file in checkpoint.files)}
+    digests = {"headers": digest_of([sorted(file.fingerprint.items()) for file in checkpoint.files])}
     if not checkpoint.store.is_local:
-        digests["versions"] = _digest(file.stamp.version for file in checkpoint.files)
+        digests["versions"] = digest_of([file.stamp.version for file in checkpoint.files])
         return digests
     record = recorded_content(checkpoint)
-    digests["recorded checksums"] = _digest([record])
+    digests["recorded checksums"] = digest_of([record])
     if record is None:
-        digests["sampled bytes"] = _digest(_samples(checkpoint, number) for number in range(len(checkpoint.files)))
+        digests["sampled bytes"] = digest_of([_samples(checkpoint, number) for number in range(len(checkpoint.files))])
     return digests
 
 
@@ -45,7 +42,3 @@ def _samples(checkpoint: Checkpoint, number: int) -> bytes:
     finally:
         file.close()
     return b"".join(sampled)
-
-
-def _digest(facts: Iterable[Any]) -> str:
-    return hashlib.sha256(repr(list(facts)).encode("utf-8", "backslashreplace")).hexdigest()

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint, Opening, StoredPiece, StoredTensor
-from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_files, read_usual
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
+from orbax_safetensors.checkpoint.files import Opening, StoredFile, checkpoint_files, read_files, read_usual
 from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.sharding_info import saved_offsets
-from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike, as_text
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.replace import recover
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import UNKNOWN
@@ -120,17 +120,16 @@ def _read(
     found = checkpoint_files(store, path, report, use_record=use_record)
     paths, index = found.paths, found.index
     files = []
-    usual = index is None and not store.lists and paths != [path]
-    # Only the caller, or the usual name, says that there is such a file.
-    assumed = usual or paths == [path]
+    usual = found.assumed and paths != [path]
     known = dict(found.recorded)
     unknown = [path for path in paths if path not in known]
-    opening = Opening(found.requests + len(unknown), found.requests_without_record + len(paths))
+    to_find, without_record = found.opening
+    opening = Opening(to_find + len(unknown), without_record + len(paths))
     if shared_by is not None and unknown and not (usual or store.is_local):
         shared = shared_texts(store, unknown, shared_by)
         known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
     for stored_or_fault in read_usual(store, path) if usual else read_files(store, paths, known):
-        if assumed and isinstance(stored_or_fault, StorageError):
+        if found.assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):
             report(stored_or_fault)
@@ -142,10 +141,10 @@ def _read(
             "read goes unnoticed unless its size changes",
             stacklevel=2,
         )
-    with no_collection():
-        return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store, opening=opening)
+    return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store, opening=opening)
 
 
+@no_collection()
 def _tensors(
     path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
 ) -> dict[str, StoredTensor]:

@@ -7,7 +7,6 @@ seconds is read by each process that needs it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import jax
 from orbax_safetensors.checkpoint.header_texts import StoredText, decode, encode, read_all, read_text
 from orbax_safetensors.devices.agreement import publish, published, withdraw
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def shared_texts(store: Store, paths: Sequence[str], key: str) -> dict[str, Stor
     count = min(_PARTS, jax.process_count(), len(paths))
     parts = [paths[process::count] for process in range(count)]
     # Processes that find other files have another key.
-    key = f"{key}/{hashlib.sha256(repr(list(paths)).encode('utf-8', 'backslashreplace')).hexdigest()}"
+    key = f"{key}/{digest_of(list(paths))}"
     texts_by_path: dict[str, StoredText] = {}
     if here < len(parts):
         texts_by_path = {

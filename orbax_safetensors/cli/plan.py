@@ -63,8 +63,8 @@ from orbax_safetensors.orbax_store.restore_plan import plan_orbax_restore
 from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.match import match
 from orbax_safetensors.restore.plan import PlannedRestore
-from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.estimate import estimate
 
 # Arrays that a warning lists before it says how many more there are.

@@ -26,8 +26,8 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.families import DEQUANTIZED
 from orbax_safetensors.options import Progress, SafetensorsOptions
 from orbax_safetensors.orbax_store import open_step
-from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.process_memory import peak_bytes
 from orbax_safetensors.streaming.cost import ConversionPlan
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 from orbax_safetensors.streaming.tile_job import TileJob

@@ -37,7 +37,7 @@ from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tile_job import TileJob
 from orbax_safetensors.streaming.tiles import TileSource
-from orbax_safetensors.transfer.plan import locations
+from orbax_safetensors.transfer.plan import in_file_order, locations
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,8 @@ def plain_files_from_files(request: ConvertRequest) -> TileJob:
         model_files = model_files_of(request.config, request.options.storage_options)
     checkpoint = mapped(checkpoint, DEQUANTIZED, request.variant, complete=True, dequantize=True)
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
-    views = {name: checkpoint.leaves[name] for name in sorted(checkpoint.leaves, key=checkpoint.begin)}
+    names = in_file_order(checkpoint.leaves, checkpoint.location)
+    views = {name: checkpoint.leaves[name] for _, name in names}
     source = SafetensorsSource(checkpoint, views, dtypes, request.memory_bytes, request.options.direct)
     layout = lay_out(
         [(name, from_numpy(leaf.dtype), leaf.shape) for name, leaf in source.leaves.items()],

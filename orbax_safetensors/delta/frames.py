@@ -51,8 +51,8 @@ def open_files(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[File
 
 def range_of(checkpoint: Checkpoint, name: str, files: Sequence[File]) -> Range:
     """Return the bytes of a tensor, which is in one piece."""
-    number, begin = checkpoint.begin(name)
-    return Range(files[number], begin, checkpoint[name].nbytes)
+    location = checkpoint.location(name)
+    return Range(files[location.file], location.begin, checkpoint[name].nbytes)
 
 
 def encode(

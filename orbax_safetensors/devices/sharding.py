@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -15,6 +14,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, PartitionSpec
 
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.geometry.box import Box
 
 Axes = tuple[tuple[str, ...], ...]  # the mesh axes that shard each dimension
@@ -87,7 +87,7 @@ def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
     """Return a digest of the boxes of all devices; it is the same in all processes with the same array."""
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     boxes = sorted((device.id, box_of(index, shape)) for device, index in indices.items())
-    return hashlib.sha256(repr(boxes).encode()).hexdigest()
+    return digest_of(boxes)
 
 
 def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:

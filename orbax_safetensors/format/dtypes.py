@@ -14,6 +14,8 @@ import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
 
+_PACKED = np.dtype(np.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -29,6 +31,11 @@ class DType:
     bits: int
     rank: int
     numpy: np.dtype[Any] | None
+
+    @property
+    def in_memory(self) -> np.dtype[Any]:
+        """Return the NumPy type of the array that holds a stored tensor: `uint8` if elements are packed."""
+        return _PACKED if self.numpy is None else self.numpy
 
 
 # In the format's order. The byte order is explicit because files are little-endian whatever the machine is.
@@ -102,7 +109,7 @@ def held(dtype: DType, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtyp
     `(nbytes,)`. Raises TensorMismatchError as `nbytes` does, so for a packed scalar.
     """
     if dtype.numpy is not None:
-        return shape, dtype.numpy
+        return shape, dtype.in_memory
     size = nbytes(dtype, shape)
     row_bytes, rest = divmod(shape[-1] * dtype.bits, 8)
-    return ((size,) if rest else (*shape[:-1], row_bytes)), np.dtype(np.uint8)
+    return ((size,) if rest else (*shape[:-1], row_bytes)), dtype.in_memory

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.link_request import LinkRequest
 from orbax_safetensors.link.staging import ObjectStaging, Staging
@@ -282,8 +282,7 @@ def _digest(request: LinkRequest, checkpoint: Checkpoint) -> str:
     stamps = [(file.path, file.stamp) for file in checkpoint.files]
     # The result of a family: its repr has the addresses of its functions, which differ between processes.
     mapped = None if checkpoint.mapped is None else sorted(checkpoint.mapped.items())
-    what = (stamps, mapped, request.facts)
-    return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
+    return digest_of((stamps, mapped, request.facts))
 
 
 def _model_files(checkpoint: Checkpoint) -> list[str]:

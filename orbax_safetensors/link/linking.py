@@ -15,8 +15,8 @@ from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.link.link_job import LinkPlan, prepare
 from orbax_safetensors.link.link_request import CHUNK_BYTES, LinkArguments, LinkRequest
 from orbax_safetensors.options import Progress
-from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.process_memory import peak_bytes
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 
 

@@ -27,7 +27,6 @@ from orbax_safetensors.orbax_store.discovery import (
     find_finished,
     recorded_metadata,
     step_metadata,
-    step_number,
 )
 from orbax_safetensors.orbax_store.leaf import (
     JAX_ARRAY,
@@ -62,7 +61,6 @@ class OrbaxCheckpoint:
     Attributes:
       path: the directory of the item, or its URL.
       whole: the directory that Orbax has finished with the item in it: a step, or the item itself.
-      step: the number of its step; None if its directory does not have the name of a step.
       leaves: by key path, joined by dots.
       custom_metadata: what the user has saved with the step.
       ocdbt: whether arrays are stored in Orbax's database rather than in one file for each chunk.
@@ -70,7 +68,6 @@ class OrbaxCheckpoint:
 
     path: str
     whole: str
-    step: int | None
     leaves: Mapping[str, OrbaxLeaf]
     custom_metadata: dict[str, Any]
     ocdbt: bool
@@ -322,7 +319,6 @@ def open_item(
     return OrbaxCheckpoint(
         path=item,
         whole=os.fspath(finished.whole),
-        step=step_number(finished.step or directory.name),
         leaves=leaves,
         custom_metadata=recorded_with.get("custom_metadata") or {},
         ocdbt=ocdbt,

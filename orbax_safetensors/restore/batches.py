@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
@@ -14,8 +15,8 @@ from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import by_tensors
-from orbax_safetensors.restore.in_flight import Slot
 from orbax_safetensors.restore.target import Target
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block
 from orbax_safetensors.transfer.threads import Countdown
@@ -44,7 +45,8 @@ class Fill(NamedTuple):
 class Batch:
     """Fills that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
 
-    If the arrays leave host memory, they have a `slot` in it until they have arrived.
+    `sent` are the `jax.Array`s that are made of these. If they leave host memory, `arrived` is called once devices have
+    them all.
     """
 
     def __init__(self, fills: Sequence[Fill], *, leaves_host: bool) -> None:
@@ -55,9 +57,11 @@ class Batch:
         self.leaves_host = leaves_host
         self.filled = Countdown()
         self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
-        self.slot: Slot | None = None
+        self.sent: list[jax.Array] = []
+        self.arrived: Callable[[], None] | None = None
 
 
+@no_collection()
 def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, batch_bytes: int) -> list[Batch]:
     """Return all shards of `targets` that this process holds, in batches.
 
@@ -70,7 +74,7 @@ def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, bat
     ]
     sizes = [fill.nbytes for fill in whole]
     stays = [target.sharding is None or on_host(plain(target.sharding)) for target in targets]
-    groups = in_file_order(checkpoint, targets)
+    groups = groups_in_file_order(checkpoint, targets)
     staying = [whole[number] for group in groups for number in group if stays[number]]
     sized: list[tuple[list[Fill], int]] = []
     for group in groups:
@@ -106,7 +110,7 @@ def _within(box: Box, part: Box) -> Box:
     return Box((low + start, low + stop) for (low, _), (start, stop) in zip(box, part, strict=True))
 
 
-def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
+def groups_in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
     """Return the positions of `targets`, in one group those that are made of the same tensors.
 
     Groups are in the order of the files, so that a disk reads forward and each batch is one stretch of it.
@@ -115,6 +119,8 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
 
     def begin(group: list[int]) -> tuple[int, int]:
         names = [name for at in group for name in targets[at].view.tensors]
-        return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
+        if len(names) == 1:  # as most groups of a model with many tensors
+            return checkpoint.location(names[0])[:2]
+        return min([checkpoint.location(name)[:2] for name in names], default=(0, 0))
 
     return sorted(groups, key=begin)

@@ -7,7 +7,6 @@ the parts. All other leaves are read directly.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,9 @@ from orbax_safetensors.devices.arrays import assemble, on_host
 from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import box_of
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.format.names import some
-from orbax_safetensors.restore.batches import in_file_order
+from orbax_safetensors.restore.batches import groups_in_file_order
 from orbax_safetensors.restore.fill import Filling
 from orbax_safetensors.restore.parts import Parts, parts_of
 from orbax_safetensors.restore.target import Target
@@ -55,7 +55,9 @@ def exchange_batches(checkpoint: Checkpoint, targets: Sequence[Target], most: in
     """
     in_parts = [(number, target, parts_of(target)) for number, target in enumerate(targets)]
     leaves = [_Leaf(number, target, parts) for number, target, parts in in_parts if parts is not None]
-    groups = [[leaves[at] for at in group] for group in in_file_order(checkpoint, [leaf.target for leaf in leaves])]
+    groups = [
+        [leaves[at] for at in group] for group in groups_in_file_order(checkpoint, [leaf.target for leaf in leaves])
+    ]
     sized = [(group, sum(map(_nbytes, group))) for group in groups]
     return [[leaf for group in batch for leaf in group] for batch in batches(sized, most)]
 
@@ -70,8 +72,7 @@ def _nbytes(leaf: _Leaf) -> int:
 def facts(checkpoint: Checkpoint, batched: Batches) -> str:
     """Return what tells processes that would read other files or exchange other leaves, for `check`."""
     exchanges = [[_exchange(leaf) for leaf in batch] for batch in batched]
-    digest = hashlib.sha256(repr(exchanges).encode("utf-8", "backslashreplace")).hexdigest()
-    return json.dumps({"path": checkpoint.path, "identity": identity(checkpoint), "exchanges": digest})
+    return json.dumps({"path": checkpoint.path, "identity": identity(checkpoint), "exchanges": digest_of(exchanges)})
 
 
 def _exchange(leaf: _Leaf) -> tuple[object, ...]:
@@ -121,7 +122,7 @@ def _read(under_way: Filling, batch: Sequence[_Leaf]) -> list[jax.Array]:
         [leaf.parts.target(leaf.target) for leaf in batch], sum(leaf.target.local_nbytes for leaf in batch)
     )
     # Other processes are about to receive them.
-    under_way.reader.check()
+    under_way.check()
     return parts
 
 

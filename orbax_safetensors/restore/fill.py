@@ -24,14 +24,12 @@ from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.batches import Batch, batches_of
 from orbax_safetensors.restore.in_flight import InFlight
-from orbax_safetensors.restore.leases import Leases
 from orbax_safetensors.restore.sources import Sources
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
-from orbax_safetensors.storage.memory import no_collection
-from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.progress import SECONDS, Meter, passing
-from orbax_safetensors.transfer.reader import Reader
+from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.threads import working
 
 logger = logging.getLogger(__name__)
@@ -56,18 +54,12 @@ class Filling:
     """A restore under way, which fills targets from the open files of one checkpoint."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        options: SafetensorsOptions,
-        pace: Pace,
-        reader: Reader,
-        leases: Leases,
-        meter: Meter | None,
+        self, checkpoint: Checkpoint, options: SafetensorsOptions, sums: Sums | None, meter: Meter | None
     ) -> None:
-        self.checkpoint = checkpoint
+        """Open no file yet; `sources` opens them, and has to be closed."""
+        pace = checkpoint.pace(options)
         self.num_arrays = 0
-        self.reader = reader
-        self._leases = leases
+        self._checkpoint = checkpoint
         self._meter = meter
         self._threads = pace.requests
         self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
@@ -78,7 +70,7 @@ class Filling:
             _BATCHES // 2 * self._batch_bytes,
             2 * self._most,
         )
-        self.sources = Sources(checkpoint, options, pace, reader, leases, self.in_flight)
+        self.sources = Sources(checkpoint, options, pace, sums, self.in_flight)
 
     def fill(self, targets: Sequence[Target], counted: int | None = None) -> list[Any]:
         """Return the values of `targets`, with the shards of this process. Devices have them on return.
@@ -93,8 +85,7 @@ class Filling:
           TensorMismatchError: a cast that the caller did not request would change values.
           StorageError: bytes cannot be read.
         """
-        with no_collection():
-            batched = batches_of(self.checkpoint, targets, self._most, self._batch_bytes)
+        batched = batches_of(self._checkpoint, targets, self._most, self._batch_bytes)
         values: list[Any] = [None] * len(targets)
         growing: dict[int, Growing] = {}
         arrived = self.in_flight.arrived
@@ -108,7 +99,7 @@ class Filling:
 
         def cancel() -> None:
             failed.set()
-            self.reader.cancel()
+            self.sources.reader.cancel()
             self.in_flight.end()
             for batch in batched:
                 batch.filled.ended.set()
@@ -123,16 +114,14 @@ class Filling:
                 if failed.is_set():
                     break
                 try:
-                    with no_collection():
-                        _make_arrays(batch, values, growing)
+                    _make_arrays(batch, values, growing)
                 except BaseException:
-                    self._leases.abandon()
+                    self.sources.leases.abandon()
                     raise
-                if batch.slot is None:
-                    staying += batch.nbytes
+                if batch.leaves_host:
+                    self.in_flight.send(batch)
                 else:
-                    self.in_flight.send(batch.slot)
-                    batch.slot = None  # which may hold memory that no other batch uses
+                    staying += batch.nbytes
                 batch.arrays.clear()
                 report()
         while self.in_flight.wait_for_one():
@@ -143,11 +132,15 @@ class Filling:
         self.num_arrays += len(targets)
         return values
 
+    def check(self) -> None:
+        """Raise `StorageError` if a file has changed since it was opened."""
+        self.sources.reader.check()
 
+
+@no_collection()
 def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -> None:
     """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
-    sent = [] if batch.slot is None else batch.slot.sent
     for fill in batch.fills:
         target = fill.target
         shards = list(islice(arrays, len(fill.blocks)))
@@ -157,11 +150,11 @@ def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -
         held = dict(zip(target.local_boxes(), shards, strict=True))
         if fill.start is None:
             values[fill.number] = assemble(target.sharding, target.shape, target.dtype, held)
-            sent.append(values[fill.number])
+            batch.sent.append(values[fill.number])
         else:
             if fill.number not in growing:
                 growing[fill.number] = Growing(plain(target.sharding), target.shape, target.dtype)
-            sent.append(growing[fill.number].put(fill.start, held))
+            batch.sent.append(growing[fill.number].put(fill.start, held))
 
 
 @contextlib.contextmanager
@@ -175,37 +168,31 @@ def filling(
     started = time.perf_counter()
     nbytes = _local_bytes(targets)
     checkpoint = replace(checkpoint, store=reading(checkpoint.store, options.direct, nbytes))
-    store = checkpoint.store
-    if options.alias and not store.is_local:
+    if options.alias and not checkpoint.store.is_local:
         raise SafetensorsError(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
-    pace = checkpoint.pace(options)
     sums = None if comparison is None else comparison.sums
-    with (
-        no_mesh(),
-        passing(options.progress) as progress,
-        Reader(checkpoint.open_file, pace.requests, sums) as reader,
-        contextlib.closing(Leases()) as leases,
-    ):
+    with no_mesh(), passing(options.progress) as progress:
         meter = None if progress is None else Meter(progress, nbytes)
-        under_way = Filling(checkpoint, options, pace, reader, leases, meter)
-        try:
-            yield under_way
-        finally:
-            # No device reads host memory any more, whether the restore went well or not.
-            under_way.in_flight.settle()
-        reader.check()
-        if comparison is not None:
-            comparison.check()
-        if meter is not None:
-            meter.end()
-        counters = reader.counters
+        under_way = Filling(checkpoint, options, sums, meter)
+        with contextlib.closing(under_way.sources) as sources:
+            try:
+                yield under_way
+            finally:
+                # No device reads host memory any more, whether the restore went well or not.
+                under_way.in_flight.settle()
+            under_way.check()
+            if comparison is not None:
+                comparison.check()
+            if meter is not None:
+                meter.end()
+    counters = sources.reader.counters
     seconds = time.perf_counter() - started
     jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
-    jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.sources.num_reads))
+    jax.monitoring.record_scalar(EVENT_NUM_READS, float(sources.num_reads))
     jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
-    jax.monitoring.record_scalar(EVENT_BYTES_NEEDED, float(under_way.sources.needed_bytes))
+    jax.monitoring.record_scalar(EVENT_BYTES_NEEDED, float(sources.needed_bytes))
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
         "Restored %d arrays from %s: %d bytes read in %d requests, over-read %.3f, %.2f s, %.2f GB/s",
@@ -213,18 +200,18 @@ def filling(
         checkpoint.path,
         counters.nbytes,
         counters.num_requests,
-        counters.nbytes / max(under_way.sources.needed_bytes, 1),
+        counters.nbytes / max(sources.needed_bytes, 1),
         seconds,
         counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
 
 
+@no_collection()
 def _local_bytes(targets: Sequence[Target]) -> int:
     """Return the bytes that this process holds of `targets`."""
-    with no_collection():
-        alike = [(target.sharding, target.shape, target.dtype) for target in targets]
-        one_of = dict(zip(alike, targets, strict=True))
-        return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
+    alike = [(target.sharding, target.shape, target.dtype) for target in targets]
+    one_of = dict(zip(alike, targets, strict=True))
+    return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
 
 
 def _value(target: Target, array: np.ndarray) -> Any:

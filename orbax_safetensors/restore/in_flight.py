@@ -5,44 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from functools import cached_property
 
-import jax
 import numpy as np
 
 from orbax_safetensors.devices import arrays
+from orbax_safetensors.restore.batches import Batch
 from orbax_safetensors.storage.memory import PAGE_BYTES, Pool, Taken
 
 # Of the pool, for batches that begin in their pages as the bytes do in files.
 _PAGES = 16
 
 
-@dataclass(eq=False)
-class Slot:
-    """A place for `nbytes` in flight, with memory if the bytes need memory of ours.
-
-    `sent` are the arrays that are made of the memory. Once they have arrived, `arrived` is called.
-    """
-
-    nbytes: int
-    taken: Taken | None
-    sent: list[jax.Array] = field(default_factory=list)
-    arrived: Callable[[], None] | None = None
-
-    @property
-    def memory(self) -> list[np.ndarray]:
-        """Return the buffers, which hold anything."""
-        return [] if self.taken is None else self.taken.buffers
-
-
 class InFlight:
-    """At most `limit` bytes that are read or transferred, or one larger batch.
+    """Batches of at most `limit` bytes that are read or transferred, or one larger batch.
 
-    Safe for several threads: one takes a slot and fills its memory, another makes arrays of it, adds each to the slot
-    at once, and calls `send`. The slot is free again once the devices have the arrays, in the order of `send`.
+    Safe for several threads: one takes memory for a batch and fills it, another makes arrays of it, adds each to
+    `Batch.sent` at once, and calls `send`. The memory is free again once the devices have the arrays, in the order of
+    `send`.
     """
 
     def __init__(self, limit: int, most_memory: int, pool_bytes: int) -> None:
@@ -55,16 +37,18 @@ class InFlight:
         # Not taken through the condition, which an interrupt can leave locked: its `__exit__` is Python.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._slots: list[Slot] = []
-        self._sent: deque[Slot] = deque()
+        self._batches: dict[Batch, Taken | None] = {}  # with the memory of those that need memory of ours
+        self._sent: deque[Batch] = deque()
         self._ended = False
 
     @cached_property
     def _pool(self) -> Pool:
         return Pool(self._pool_bytes + _PAGES * PAGE_BYTES)
 
-    def take(self, nbytes: int, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None) -> Slot:
-        """Return a slot for `nbytes`, with memory for buffers of `sizes`; wait for it if necessary.
+    def take(
+        self, batch: Batch, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None
+    ) -> list[np.ndarray]:
+        """Return buffers of `sizes` bytes for a batch, which hold anything; wait until it has room.
 
         `offsets` are as for `allocate`. Raises `CancelledError` once `end` has been called.
         """
@@ -73,35 +57,35 @@ class InFlight:
                 self._collect()
                 if self._ended:
                     raise CancelledError
-                if self._has_room(nbytes, sum(sizes)):
+                if self._has_room(batch.nbytes, sum(sizes)):
                     taken = self._pool.take(sizes, offsets) if sizes else None
                     if taken is not None or not sizes:
-                        self._slots.append(slot := Slot(nbytes, taken))
-                        return slot
+                        self._batches[batch] = taken
+                        return [] if taken is None else taken.buffers
                 self._wait()
 
     def _has_room(self, nbytes: int, memory_bytes: int) -> bool:
-        held = sum(slot.nbytes for slot in self._slots)
-        memory = sum(buffer.nbytes for slot in self._slots for buffer in slot.memory)
+        held = sum(batch.nbytes for batch in self._batches)
+        memory = sum(buffer.nbytes for taken in self._batches.values() if taken for buffer in taken.buffers)
         return (not held or held + nbytes <= self._limit) and (not memory or memory + memory_bytes <= self._most_memory)
 
-    def send(self, slot: Slot) -> None:
-        """Free `slot` when the devices have its arrays, which are all."""
+    def send(self, batch: Batch) -> None:
+        """Free the memory of a batch when the devices have its arrays, which are all in `sent`."""
         with self._lock:
-            self._sent.append(slot)
+            self._sent.append(batch)
             self._collect()
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until all slots are free, also those that another thread has still to send."""
+        """Wait until all batches have arrived, also those that another thread has still to send."""
         while self.wait_for_one():
             pass
 
     def wait_for_one(self) -> bool:
-        """Wait until one more slot is free; return whether there was one that was not."""
+        """Wait until one more batch has arrived; return whether there was one that had not."""
         with self._lock:
             self._collect()
-            if not self._slots:
+            if not self._batches:
                 return False
             if self._ended:
                 raise CancelledError
@@ -110,29 +94,29 @@ class InFlight:
             return True
 
     def end(self) -> None:
-        """Make threads fail that wait for a slot, or for slots to be free."""
+        """Make threads fail that wait for room, or for batches to arrive."""
         with self._lock:
             self._ended = True
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Wait until no device reads any slot, whether or not it got what was there."""
-        for slot in self._slots:
-            for array in slot.sent:
+        """Wait until no device reads any batch, whether or not it got what was there."""
+        for batch in list(self._batches):  # an interrupt can leave a thread behind
+            for array in batch.sent:
                 with contextlib.suppress(Exception):
                     arrays.wait([array])
 
     def _collect(self) -> None:
         while self._sent and arrays.are_ready(self._sent[0].sent):
             arrays.wait(self._sent[0].sent)  # raises if a transfer has failed: it is ready then, too
-            slot = self._sent.popleft()
-            slot.sent.clear()
-            self._slots.remove(slot)
-            self.arrived += slot.nbytes
-            if slot.arrived is not None:
-                slot.arrived()
-            if slot.taken is not None:
-                self._pool.give_back(slot.taken)
+            batch = self._sent.popleft()
+            batch.sent.clear()
+            taken = self._batches.pop(batch)
+            self.arrived += batch.nbytes
+            if batch.arrived is not None:
+                batch.arrived()
+            if taken is not None:
+                self._pool.give_back(taken)
             self._changed.notify_all()
 
     def _wait(self) -> None:

@@ -33,8 +33,8 @@ from orbax_safetensors.restore.parts import exchanges, parts_of
 from orbax_safetensors.restore.request import Partial, RestoreRequest
 from orbax_safetensors.restore.run import seen
 from orbax_safetensors.restore.target import Target
-from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, FileReads, Reads, looked_at
 from orbax_safetensors.transfer.plan import TransferPlan

@@ -51,7 +51,7 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
         ]
         filled = dict(zip(here, filling.fill(read_here), strict=True))
         # Other processes are about to receive them.
-        filling.reader.check()
+        filling.check()
         return [filled.get(at) for at in range(len(targets))]
 
     meshes = [cast(NamedSharding, targets[at].sharding).mesh for at in spread]

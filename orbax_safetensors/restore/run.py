@@ -23,7 +23,7 @@ from orbax_safetensors.restore.parts import exchanges
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.restore.together import ALONE, Keys, all_or_none, at_one_commit, keys_of
-from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.process_memory import no_collection
 
 
 def restore(request: RestoreRequest) -> Any:

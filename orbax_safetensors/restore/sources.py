@@ -6,6 +6,7 @@ once the device has it, or into memory that arrays on CPU devices keep.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import prod
@@ -21,10 +22,12 @@ from orbax_safetensors.restore.batches import Batch, Fill
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.leases import Leases, Range
 from orbax_safetensors.storage.leased_mapping import LeasedMapping
-from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
+from orbax_safetensors.storage.memory import ALIGNMENT, allocate
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
+from orbax_safetensors.transfer.sums import Sums
 
 # What a thread brings in of a mapping at a time. Two threads take a disk's and a page cache's full speed with that.
 _MAPPED_BYTES = 16 * 2**20
@@ -44,32 +47,35 @@ class Rows(NamedTuple):
 
 
 class Sources:
-    """Makes tasks of batches. `num_reads` and `needed_bytes` are those of the tasks so far."""
+    """The files of a restore, open or leased, which tasks fill batches from.
+
+    `num_reads` and `needed_bytes` are those of the tasks so far.
+    """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        options: SafetensorsOptions,
-        pace: Pace,
-        reader: Reader,
-        leases: Leases,
-        in_flight: InFlight,
+        self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, sums: Sums | None, in_flight: InFlight
     ) -> None:
-        """Make no task yet."""
+        """Open no file yet; `sums` get what is read."""
         self.num_reads = self.needed_bytes = 0
-        self._checkpoint, self._options, self._pace = checkpoint, options, pace
-        self._reader, self._leases, self._in_flight = reader, leases, in_flight
+        self.reader = Reader(checkpoint.open_file, pace.requests, sums)
+        self.leases = Leases()
+        self._checkpoint, self._options, self._pace, self._in_flight = checkpoint, options, pace, in_flight
         self._mappings: dict[int, memoryview] = {}  # of files that arrays alias, by number
         self._staying_bytes = 0, 1  # that were read before, and that are to be read
+
+    def close(self) -> None:
+        """End all leases, and close all files."""
+        with contextlib.closing(self.reader):
+            self.leases.close()
 
     @property
     def share(self) -> float:
         """Return the share of the bytes that stay in host memory which has been read."""
         before, nbytes = self._staying_bytes
-        return min((self._reader.counters.nbytes - before) / max(nbytes, 1), 1)
+        return min((self.reader.counters.nbytes - before) / max(nbytes, 1), 1)
 
     def tasks(self, batches: Iterable[Batch]) -> Iterator[Callable[[], object]]:
-        """Yield what threads have to call to fill `batches`, in order. Waits for slots in flight."""
+        """Yield what threads have to call to fill `batches`, in order. Waits until a batch may be in flight."""
         for batch in batches:
             make = self._leaving if batch.leaves_host else self._staying
             yield from batch.filled.of(make(batch))
@@ -81,12 +87,12 @@ class Sources:
             left, blocks, plan = self._planned(batch)
             memory = allocate([block.nbytes for block in blocks], direct_offsets(plan, self._checkpoint.store))
             self._place(batch, left, memory)
-        self._staying_bytes = self._reader.counters.nbytes, plan.moved_bytes
-        yield from self._reader.tasks(plan, blocks, memory)
+        self._staying_bytes = self.reader.counters.nbytes, plan.moved_bytes
+        yield from self.reader.tasks(plan, blocks, memory)
 
     def _leaving(self, batch: Batch) -> Iterator[Callable[[], object]]:
-        if wanted := self._leases.wanted:
-            self._leases.refuse(wanted)
+        if wanted := self.leases.wanted:
+            self.leases.refuse(wanted)
             self._in_flight.drain()  # which lets them go
         leases: dict[int, LeasedMapping] = {}
         with no_collection():
@@ -95,10 +101,9 @@ class Sources:
             answered = {number for number, _ in answers}
             left, blocks, plan = self._planned(batch, answered)
             offsets = direct_offsets(plan, self._checkpoint.store)
-        batch.slot = self._in_flight.take(batch.nbytes, [block.nbytes for block in blocks], offsets)
+        memory = self._in_flight.take(batch, [block.nbytes for block in blocks], offsets)
         if leases:
-            batch.slot.arrived = partial(self._leases.let_go, leases, ranges)
-        memory = batch.slot.memory
+            batch.arrived = partial(self.leases.let_go, [*leases], ranges)  # by number: it must not hold the memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
             if number in empty or prod(block.shape) != block.box.volume:  # elements over the end of its view
@@ -109,7 +114,7 @@ class Sources:
             yield partial(self._populate, *range_)
         for number, rows in answers:
             yield partial(self._answer, batch, number, rows)
-        yield from self._reader.tasks(plan, blocks, memory)
+        yield from self.reader.tasks(plan, blocks, memory)
 
     def _planned(self, batch: Batch, without: Iterable[int] = ()) -> tuple[list[int], list[Block], TransferPlan]:
         """Return the blocks that have no bytes from elsewhere, their numbers first, and the plan of their requests."""
@@ -140,13 +145,13 @@ class Sources:
     def _mapped(self, number: int) -> memoryview:
         """Return a whole file as memory, the same memory for every caller."""
         if number not in self._mappings:
-            self._mappings[number] = self._reader.file(number).map()
+            self._mappings[number] = self.reader.file(number).map()
         return self._mappings[number]
 
     def _populate(self, number: int, begin: int, end: int) -> None:
         """Bring bytes of a leased file into memory."""
-        self._leases.populate(number, begin, end)
-        self._reader.count(1, end - begin)
+        self.leases.populate(number, begin, end)
+        self.reader.count(1, end - begin)
 
     def _map(self, batch: Batch, leases: dict[int, LeasedMapping]) -> list[Range]:
         """Let blocks be rows of mapped files, if these hold little else; return the ranges to bring in.
@@ -182,7 +187,7 @@ class Sources:
             if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
                 continue
             if rows.file not in leases:
-                if (mapping := self._leases.hold(rows.file, self._reader.file(rows.file))) is None:
+                if (mapping := self.leases.hold(rows.file, self.reader.file(rows.file))) is None:
                     continue
                 leases[rows.file] = mapping
             if leases[rows.file].serves(rows.begin, rows.end):
@@ -205,7 +210,7 @@ class Sources:
 
     def _answer(self, batch: Batch, number: int, rows: Rows) -> None:
         block = batch.blocks[number]
-        answer = self._reader.fetch(rows.file, rows.begin, block.nbytes)
+        answer = self.reader.fetch(rows.file, rows.begin, block.nbytes)
         assert answer is not None, "a store that is not local answers"
         if answer.ctypes.data % block.dtype.alignment:
             answer = answer.copy()

@@ -134,7 +134,7 @@ class Targets:
         except TensorMismatchError as error:
             checkpoint, tensors = self._checkpoint, view.tensors
             in_one_file = len(tensors) == 1 or (tensors and checkpoint.mapped is None)
-            path = checkpoint.files[checkpoint.begin(tensors[0])[0]].path if in_one_file else checkpoint.path
+            path = checkpoint.files[checkpoint.location(tensors[0]).file].path if in_one_file else checkpoint.path
             raise type(error)(f"{path}: {name!r}: {error}") from error.__cause__
         return target
 

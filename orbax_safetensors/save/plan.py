@@ -18,8 +18,8 @@ from orbax_safetensors.save.contents import contents_of
 from orbax_safetensors.save.copied import StoredArray
 from orbax_safetensors.save.request import Rest, SaveRequest
 from orbax_safetensors.save.writers import files_by_writer, grouped, holders_of, written_by
-from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.upload import num_parts
 from orbax_safetensors.transfer.figures import FileWrites, PlannedFile, looked_at

@@ -74,7 +74,7 @@ class LocalFile:
             raise StorageError(f"{self.path}: its state cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(facts.st_mode):
             raise StorageError(f"{self.path}: is not a regular file")
-        return _stamp(facts)
+        return _stamp_of(facts)
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill the buffers of each range in turn. Continues a short read; the file's end is an error."""
@@ -154,7 +154,7 @@ def _move_all(
                 here = after(here, count)
 
 
-def _stamp(facts: os.stat_result) -> Stamp:
+def _stamp_of(facts: os.stat_result) -> Stamp:
     return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
 
 
@@ -324,7 +324,7 @@ class LocalStore:
             for at, _, names in os.walk(path, onerror=_raise):
                 for file in (os.path.join(at, name) for name in names):
                     with contextlib.suppress(FileNotFoundError):  # another program has deleted it meanwhile
-                        states[os.path.relpath(file, path)] = _stamp(os.lstat(file))
+                        states[os.path.relpath(file, path)] = _stamp_of(os.lstat(file))
             return states
         except OSError as error:
             raise _error(error)(f"{path}: cannot list the directory: {_reason(error)}") from error

@@ -1,13 +1,10 @@
-"""The memory that bytes are read into: buffers from few large mappings, freed memory back to the system."""
+"""The memory that bytes are read into: buffers from few large mappings."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import mmap
-import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -128,55 +125,3 @@ class Pool:
     def give_back(self, taken: Taken) -> None:
         """Free buffers that nobody uses any more."""
         self._taken = [other for other in self._taken if other is not taken]
-
-
-def resident() -> int:
-    """Return the bytes of memory that the process holds now, with freed memory that libraries keep."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
-
-
-# A function of glibc. Other C libraries have none, and return freed memory by themselves or never.
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
-def trim() -> None:
-    """Return memory that libraries have freed to the system. They have to fault its pages in when they need it again.
-
-    glibc keeps freed memory for each thread: after TensorStore encodes or decodes, as much again as was in use.
-    """
-    if _TRIM is not None:
-        _TRIM(0)
-
-
-def peak_bytes() -> int:
-    """Return the most memory, in bytes, that this program held. `getrusage` would also count its parent's memory."""
-    try:
-        with open("/proc/self/status", "rb") as status:
-            kilobytes = next(int(line.split()[1]) for line in status if line.startswith(b"VmHWM:"))
-    except (OSError, StopIteration):
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes * 1024
-
-
-# More objects than Python 3.12 itself has frozen when it starts, which are 375, and fewer than any caller freezes.
-_FROZEN_AT_START = 1000
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Pause the cyclic garbage collector, which would search all names and shapes again and again, in vain.
-
-    For work that makes many objects and does not wait: the pause also stops the collection of other threads' garbage.
-    The first collection after the pause leaves out what is there by then; it counts as old.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            if gc.get_freeze_count() < _FROZEN_AT_START:  # what a caller has frozen would thaw as well
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.storage.local import LocalStore
@@ -68,7 +68,7 @@ class FilesSink(Sink):
     def _see(self) -> str:
         # Processes share the rest. A network file system may show one of them less; then no process moves some.
         self._done = self.workspace.done()
-        return hashlib.sha256(repr(sorted(self._done)).encode()).hexdigest()
+        return digest_of(sorted(self._done))
 
     def has(self, unit: int) -> bool:
         """See `Sink`."""

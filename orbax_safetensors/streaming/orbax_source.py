@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxStep
 from orbax_safetensors.orbax_store.directories import requests_at_once
 from orbax_safetensors.orbax_store.leaf import num_chunks, touched_nbytes
@@ -44,7 +44,7 @@ class OrbaxSource:
         self._state = checkpoint.state()
         arrays = sorted((name, item.path, array) for name, (item, array) in stored.items())
         moved = (checkpoint.path, sorted(self._state.items()), arrays)
-        self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
+        self.identity = digest_of(moved)
         self.counters = Counters()
 
     @property

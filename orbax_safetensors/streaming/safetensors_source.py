@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -13,6 +12,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.arrays import check_holdable
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.direct import reading
@@ -56,7 +56,7 @@ class SafetensorsSource:
         }
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]
         moved = (stamps, sorted(views.items()), self.leaves, sorted(checkpoint.quantized.items()))
-        self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
+        self.identity = digest_of(moved)
         self.stored_bytes = sum(stored.stamp.nbytes for stored in checkpoint.files)
         store = reading(checkpoint.store, direct, self.stored_bytes)
         self._checkpoint, self._views = replace(checkpoint, store=store), views

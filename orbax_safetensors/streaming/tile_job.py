@@ -5,8 +5,6 @@ One batch of tiles is read while the ones before are written.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +13,10 @@ from typing import TypeVar
 
 import jax
 
+from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.options import Progress
-from orbax_safetensors.storage.memory import resident, trim
+from orbax_safetensors.storage.process_memory import resident, trim
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, nbytes
@@ -37,7 +36,7 @@ class TileJob:
     @property
     def digest(self) -> str:
         """A digest of what is written, equal in all processes that see the same source."""
-        return hashlib.sha256(json.dumps(self.sink.workspace.record).encode()).hexdigest()
+        return digest_of(self.sink.workspace.record)
 
     def plan(self, process_count: int, *, all_processes: bool = False) -> ConversionPlan:
         """Return the cost of `run` for `process_count` processes; see `plan_restore`.

@@ -14,7 +14,8 @@ import numpy as np
 
 from orbax_safetensors.geometry.coalesce import Direct, Staged
 from orbax_safetensors.geometry.strided import Copy
-from orbax_safetensors.storage.memory import PAGE_BYTES, allocate, no_collection
+from orbax_safetensors.storage.memory import PAGE_BYTES, allocate
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import File, NewFile
 from orbax_safetensors.transfer.plan import Block, End, Extent, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.strided_copy import elements, words

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors.format.dtypes import held
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import (
@@ -55,7 +54,7 @@ class Location(NamedTuple):
 def locations(layout: Layout) -> dict[str, Location]:
     """Return the location of each tensor of a layout."""
     return {
-        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
+        name: Location(number, header.data_start + entry.begin, entry.dtype.in_memory)
         for number, (_, header) in enumerate(layout.files)
         for name, entry in header.tensors.items()
     }

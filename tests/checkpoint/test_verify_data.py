@@ -71,7 +71,7 @@ def test_every_flipped_bit_is_found_with_the_tensor(directory):
 def test_several_tensors_are_all_named(directory):
     checkpoint = ost.open_checkpoint(directory)
     for name in ("1", "4", "long"):
-        number, begin = checkpoint.begin(name)
+        number, begin, *_ = checkpoint.location(name)
         flip(checkpoint.files[number].path, 8 * begin)
     assert sorted(found.partition(": tensor ")[2].partition(":")[0] for found in messages(directory)) == [
         "'1'",
@@ -82,7 +82,7 @@ def test_several_tensors_are_all_named(directory):
 
 def test_bytes_that_changed_places_are_found(directory):
     checkpoint = ost.open_checkpoint(directory)
-    number, begin = checkpoint.begin("long")
+    number, begin, *_ = checkpoint.location("long")
     with open(checkpoint.files[number].path, "r+b") as file:
         file.seek(begin)
         head, tail = file.read(2**24), file.read(2**24)

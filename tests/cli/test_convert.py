@@ -20,6 +20,7 @@ from tests.support.cli_conversions import (
     same,
     stored,
 )
+from tests.support.steps import step_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -72,7 +73,7 @@ def test_the_options_to_orbax(cli, tmp_path):
     )  # fmt: skip
     assert result.status == 0
     found = open_orbax(tmp_path / "orbax")
-    assert found.step == 7
+    assert step_of(found) == 7
     leaf = found.leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
     assert leaf.dtype == "bfloat16"
     assert leaf.chunk_shape == (leaf.shape[0] // 2, leaf.shape[1], leaf.shape[2] // 2)

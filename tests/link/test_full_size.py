@@ -11,7 +11,7 @@ import tensorstore as ts
 
 import orbax_safetensors as ost
 from orbax_safetensors.format.dtypes import nbytes
-from orbax_safetensors.storage.memory import peak_bytes
+from orbax_safetensors.storage.process_memory import peak_bytes
 from tests.support.full_size import make, stored
 
 pytestmark = pytest.mark.full_size

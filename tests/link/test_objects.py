@@ -34,6 +34,7 @@ from tests.support.link_models import (
     read,
 )
 from tests.support.servers.faults import Answer
+from tests.support.steps import step_of
 
 MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)
 
@@ -86,7 +87,7 @@ def test_an_item_of_a_step(orbax_gcs, objects, tmp_path):
     }
     record = json.loads(objects["root/4/_CHECKPOINT_METADATA"].data)
     assert [*record["item_handlers"]] == ["state"]
-    assert open_orbax(f"{orbax_gcs.url}/root").step == 4
+    assert step_of(open_orbax(f"{orbax_gcs.url}/root")) == 4
     with ocp.CheckpointManager(f"{orbax_gcs.url}/root") as manager:
         assert manager.latest_step() == 4
         assert_same(jax.tree.map(np.asarray, manager.restore(4)["state"]), arrays())

@@ -39,6 +39,7 @@ from tests.support.orbax_items import (
 )
 from tests.support.roots import ROOT
 from tests.support.sinks import missing, step_sink
+from tests.support.steps import step_of
 
 
 @all_formats
@@ -192,7 +193,7 @@ def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
     assert peak == 1
     peak = 0
     checkpoint = open_orbax(tmp_path, memory_bytes=2 * 2 * array.nbytes // 16)
-    assert checkpoint.step == 1
+    assert step_of(checkpoint) == 1
     same_bits(checkpoint.value("a"), array)
     assert 2 <= peak <= 4
 
@@ -202,7 +203,7 @@ import sys
 import numpy as np
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
-from orbax_safetensors.storage.memory import peak_bytes
+from orbax_safetensors.storage.process_memory import peak_bytes
 from orbax_safetensors.streaming.tiles import Tile
 from tests.support.sinks import missing, step_sink
 

@@ -41,6 +41,7 @@ from tests.support.orbax_items import (
 )
 from tests.support.roots import ROOT
 from tests.support.sinks import step_sink
+from tests.support.steps import step_of
 from tests.support.strategies import examples
 
 
@@ -63,7 +64,7 @@ def saved(request, tmp_path_factory):
 @all_formats
 def test_leaves_and_values(saved, ocdbt, zarr3):
     checkpoint = open_orbax(saved(ocdbt, zarr3))
-    assert checkpoint.step == 3
+    assert step_of(checkpoint) == 3
     assert checkpoint.ocdbt == ocdbt
     arrays = values()
     assert set(checkpoint.leaves) == {*LEAVES, "step", "rate"}
@@ -137,7 +138,7 @@ def test_reads_from_many_threads(saved):
 def test_values_are_those_of_its_arrays(name):
     arrays, custom_metadata = SAMPLES[name]
     checkpoint = open_orbax(ROOT / "testdata" / "orbax" / name)
-    assert checkpoint.step == 0
+    assert step_of(checkpoint) == 0
     assert checkpoint.custom_metadata == custom_metadata
     with np.load(ROOT / "testdata" / "maxtext" / arrays) as expected:
         assert {f"params.{key.replace('-', '.')}" for key in expected} | {"step"} == set(checkpoint.leaves)
@@ -178,7 +179,7 @@ def test_places_of_a_checkpoint(tmp_path):
     (tmp_path / f"11{ocp.path.atomicity.TMP_DIR_SUFFIX}").mkdir()
     for path, step in {".": 10, "2": 2, "10": 10, "2/items": 2}.items():
         checkpoint = open_orbax(tmp_path / path)
-        assert checkpoint.step == step
+        assert step_of(checkpoint) == step
         assert checkpoint.value("a") == [step]
         assert checkpoint.path == str(tmp_path / str(step) / "items")
     with pytest.raises(StorageError, match="holds no finished checkpoint"):
@@ -192,7 +193,7 @@ def test_several_items(tmp_path):
         manager.save(5, args=ocp.args.Composite(params=save(state), state=save({"b": np.arange(4)})))
     with pytest.raises(StorageError, match=r"holds several items, .*\['params', 'state'\]"):
         open_orbax(tmp_path)
-    assert open_orbax(tmp_path / "5" / "state").step == 5
+    assert step_of(open_orbax(tmp_path / "5" / "state")) == 5
     assert open_orbax(tmp_path / "5" / "state").value("b").tolist() == [0, 1, 2, 3]
 
 
@@ -225,7 +226,7 @@ def test_names_of_steps(tmp_path):
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         for step in (9, 11):
             manager.save(step, args=ocp.args.StandardSave({"a": np.array([step])}))
-    assert open_orbax(tmp_path).step == 11
+    assert step_of(open_orbax(tmp_path)) == 11
     assert open_orbax(tmp_path / "step_000009").value("a") == [9]
 
 
@@ -233,7 +234,7 @@ def test_a_checkpoint_without_steps(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", {"a": np.arange(3)}, custom_metadata={"why": 1})
     checkpoint = open_orbax(tmp_path / "saved")
-    assert checkpoint.step is None
+    assert step_of(checkpoint) is None
     assert checkpoint.custom_metadata == {"why": 1}
     assert checkpoint.value("a").tolist() == [0, 1, 2]
 

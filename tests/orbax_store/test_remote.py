@@ -32,6 +32,7 @@ from tests.support.orbax_items import (
 from tests.support.roots import TESTDATA
 from tests.support.servers.faults import Answer
 from tests.support.sinks import missing, step_sink
+from tests.support.steps import step_of
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_what_orbax_has_written(url, mesh, ocdbt, zarr3):
             manager.save(step, args=args, custom_metadata={"of": step})
     for path, step in {url: 12, f"{url}/": 12, f"{url}/3": 3, f"{url}/3/items/": 3, epath.Path(url): 12}.items():
         checkpoint = opened_values(path)
-        assert (checkpoint.path, checkpoint.step) == (f"{url}/{step}/items", step)
+        assert (checkpoint.path, step_of(checkpoint)) == (f"{url}/{step}/items", step)
         assert checkpoint.custom_metadata == {"of": step}
         assert (checkpoint.ocdbt, checkpoint.zarr3) == (ocdbt, zarr3)
     assert checkpoint.leaves["params.kernel"].sharding == leaf_of("params.kernel").sharding
@@ -116,7 +117,7 @@ def test_a_checkpoint_without_steps(url):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(f"{url}/saved", {"a": np.arange(3)}, custom_metadata={"why": 1})
     checkpoint = open_orbax(f"{url}/saved")
-    assert (checkpoint.step, checkpoint.custom_metadata) == (None, {"why": 1})
+    assert (step_of(checkpoint), checkpoint.custom_metadata) == (None, {"why": 1})
     assert checkpoint.value("a").tolist() == [0, 1, 2]
 
 
@@ -174,7 +175,7 @@ def test_a_file_says_that_it_is_finished(url, objects, left):
     if left != "step":
         with pytest.raises(StorageError, match="/1: was never finished"):
             open_orbax(f"{url}/1")
-        assert opened_values(url).step == 0  # as CheckpointManager has it
+        assert step_of(opened_values(url)) == 0  # as CheckpointManager has it
 
 
 def test_begun_anew(url, objects):
@@ -283,10 +284,10 @@ def test_the_last_file_cannot_be_written(url, orbax_gcs):
 def test_what_others_have_written_since(url, objects):
     """gcsfs would never see it, as it has listed the directory before."""
     write(url)
-    assert open_orbax(url).step == 0
+    assert step_of(open_orbax(url)) == 0
     later = {name.replace("steps/0/", "steps/1/"): stored for name, stored in objects.items()}
     objects.update(later)
-    assert opened_values(url).step == 1
+    assert step_of(opened_values(url)) == 1
     for name in [name for name in objects if name.startswith("steps/")]:
         del objects[name]
     with pytest.raises(StorageError, match="found nothing"):

@@ -32,7 +32,7 @@ def saved(tmp_path):
 def damage(directory, *names):
     checkpoint = ost.open_checkpoint(directory)
     for name in names:
-        number, begin = checkpoint.begin(name)
+        number, begin, *_ = checkpoint.location(name)
         with open(checkpoint.files[number].path, "r+b") as file:
             file.seek(begin + 3)
             (byte,) = file.read(1)

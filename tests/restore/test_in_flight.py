@@ -1,10 +1,11 @@
-"""Slots in flight: bounded, used again in the order of arrival, and never before a device is done with it."""
+"""Memory in flight: bounded, used again in the order of arrival, and never before a device is done with it."""
 
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
 
+from orbax_safetensors.restore.batches import Batch
 from orbax_safetensors.restore.in_flight import InFlight
 
 
@@ -27,9 +28,21 @@ class Sent:
         return self
 
 
-def send(in_flight, slot, array):
-    slot.sent.append(array)
-    in_flight.send(slot)
+def of(nbytes):
+    batch = Batch([], leaves_host=True)
+    batch.nbytes = nbytes
+    return batch
+
+
+def taken(in_flight, nbytes, sizes=()):
+    batch = of(nbytes)
+    assert [buffer.nbytes for buffer in in_flight.take(batch, sizes)] == list(sizes)
+    return batch
+
+
+def send(in_flight, batch, array):
+    batch.sent.append(array)
+    in_flight.send(batch)
 
 
 def in_thread(function, *arguments):
@@ -39,13 +52,13 @@ def in_thread(function, *arguments):
     return thread, results
 
 
-def test_who_takes_a_slot_waits_for_what_was_sent_first():
+def test_who_takes_memory_waits_for_what_was_sent_first():
     in_flight = InFlight(100, 100, 100)
-    first, second = in_flight.take(60, [60]), in_flight.take(40, [40])
+    first, second = taken(in_flight, 60, [60]), taken(in_flight, 40, [40])
     sent = Sent(), Sent()
     send(in_flight, first, sent[0])
     send(in_flight, second, sent[1])
-    thread, results = in_thread(in_flight.take, 50, [50])
+    thread, results = in_thread(taken, in_flight, 50, [50])
     assert sent[0].waited.wait(20)
     sent[1].arrived.set()
     assert not results
@@ -55,52 +68,51 @@ def test_who_takes_a_slot_waits_for_what_was_sent_first():
     assert in_flight.arrived == 100
 
 
-def test_who_takes_a_slot_waits_for_what_is_not_sent_yet():
+def test_who_takes_memory_waits_for_what_is_not_sent_yet():
     in_flight = InFlight(100, 100, 100)
-    slot = in_flight.take(80, [80])
-    thread, results = in_thread(in_flight.take, 50, [50])
+    batch = taken(in_flight, 80, [80])
+    thread, results = in_thread(taken, in_flight, 50, [50])
     assert not results
     sent = Sent()
     sent.arrived.set()
-    send(in_flight, slot, sent)
+    send(in_flight, batch, sent)
     thread.join(20)
     assert len(results) == 1
 
 
 def test_memory_is_free_only_once_it_has_arrived():
     in_flight = InFlight(2**20, 2**20, 2**20)
-    first = in_flight.take(10, [10])
-    sent = Sent()
-    send(in_flight, first, sent)
-    second = in_flight.take(10, [10])
-    assert second.memory[0].ctypes.data != first.memory[0].ctypes.data
+    batch, sent = of(10), Sent()
+    (first,) = in_flight.take(batch, [10])
+    send(in_flight, batch, sent)
+    (second,) = in_flight.take(of(10), [10])
+    assert second.ctypes.data != first.ctypes.data
     sent.arrived.set()
-    third = in_flight.take(10, [10])
-    assert third.memory[0].ctypes.data == first.memory[0].ctypes.data
+    (third,) = in_flight.take(of(10), [10])
+    assert third.ctypes.data == first.ctypes.data
 
 
 @pytest.mark.parametrize(
-    ("taken", "wanted"),
+    ("held", "wanted"),
     [((1000, [1000]), (1, [1])), ((100,), (1,))],
     ids=["more than the limit goes alone", "bytes without memory of ours count as well"],
 )
-def test_who_takes_a_slot_waits_if_the_limit_is_reached(taken, wanted):
+def test_who_takes_memory_waits_if_the_limit_is_reached(held, wanted):
     in_flight = InFlight(100, 100, 100)
-    slot = in_flight.take(*taken)
-    assert [buffer.nbytes for buffer in slot.memory] == (taken[1] if len(taken) > 1 else [])
-    thread, results = in_thread(in_flight.take, *wanted)
+    batch = taken(in_flight, *held)
+    thread, results = in_thread(taken, in_flight, *wanted)
     sent = Sent()
     sent.arrived.set()
     assert not results
-    send(in_flight, slot, sent)
+    send(in_flight, batch, sent)
     thread.join(20)
     assert len(results) == 1
 
 
 def test_memory_is_used_again_before_all_that_may_be_in_flight_is():
     in_flight = InFlight(1000, 20, 1000)
-    first, mapped = in_flight.take(20, [20]), in_flight.take(500)
-    thread, results = in_thread(in_flight.take, 20, [20])
+    first, mapped = taken(in_flight, 20, [20]), taken(in_flight, 500)
+    thread, results = in_thread(taken, in_flight, 20, [20])
     sent = Sent(), Sent()
     send(in_flight, first, sent[0])
     send(in_flight, mapped, sent[1])
@@ -115,8 +127,8 @@ def test_who_waits_fails_at_the_end(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
     raised = []
     in_flight = InFlight(100, 100, 100)
-    in_flight.take(100)
-    thread, _ = in_thread(in_flight.take, 1)
+    taken(in_flight, 100)
+    thread, _ = in_thread(taken, in_flight, 1)
     in_flight.end()
     thread.join(20)
     assert raised == [CancelledError]
@@ -126,10 +138,10 @@ def test_who_waits_fails_at_the_end(monkeypatch):
 
 def test_drain_waits_for_everything():
     in_flight = InFlight(100, 100, 100)
-    slot = in_flight.take(10)
+    batch = taken(in_flight, 10)
     thread, results = in_thread(in_flight.drain)
     sent = Sent()
-    send(in_flight, slot, sent)
+    send(in_flight, batch, sent)
     assert sent.waited.wait(20)
     assert not results
     sent.arrived.set()
@@ -143,7 +155,7 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
     in_flight = InFlight(100, 100, 100)
     sent = Sent(), Sent()
     for number in range(2):
-        send(in_flight, in_flight.take(10), sent[number])
+        send(in_flight, taken(in_flight, 10), sent[number])
     sent[0].error = RuntimeError("out of memory on the device")
     is_ready = sent[0].is_ready
     sent[0].is_ready = lambda: False
@@ -161,10 +173,10 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
 
 def test_a_transfer_that_has_failed_is_an_error_even_if_nobody_waited_for_it():
     in_flight = InFlight(100, 100, 100)
-    room = in_flight.take(10)
+    batch = taken(in_flight, 10)
     failed = Sent()
     failed.arrived.set()
     failed.error = RuntimeError("RESOURCE_EXHAUSTED")
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        send(in_flight, room, failed)
+        send(in_flight, batch, failed)
     assert in_flight.arrived == 0

@@ -1,6 +1,5 @@
 """Memory to read into: aligned, zeroed, apart, given back."""
 
-import gc
 import weakref
 
 import numpy as np
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.storage import memory
-from orbax_safetensors.storage.memory import allocate, no_collection
+from orbax_safetensors.storage.memory import allocate
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20))
@@ -83,47 +82,3 @@ def test_memory_is_private_so_that_it_can_have_huge_pages():
                 assert permissions == "rw-p"
                 return
     raise AssertionError("the buffer is in no mapping")
-
-
-@pytest.mark.skipif(memory._TRIM is None, reason="the C library gives nothing back")
-def test_freed_memory_is_given_back():
-    # Every second block is freed, so that no heap can shrink at its end.
-    blocks = [bytearray(1 << 16) for _ in range(2000)]
-    kept = blocks[::2]
-    before = memory.resident()
-    del blocks
-    memory.trim()
-    assert before - memory.resident() > 0.8 * 1000 * (1 << 16)
-    assert sum(len(block) for block in kept) == 1000 * (1 << 16)
-
-
-def test_a_c_library_that_gives_nothing_back(monkeypatch):
-    monkeypatch.setattr(memory, "_TRIM", None)
-    memory.trim()
-
-
-def test_what_exists_after_a_pause_of_the_collector_counts_as_old():
-    thresholds = gc.get_threshold()
-    gc.set_threshold(0)  # no collection makes them old
-    try:
-        with no_collection():
-            assert not gc.isenabled()
-            made = [[number] for number in range(10)]
-        assert gc.isenabled()
-        young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
-        assert young.isdisjoint(map(id, made))
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-def test_a_pause_of_the_collector_thaws_nothing_that_a_caller_has_frozen():
-    made = [[number] for number in range(10)]
-    gc.freeze()
-    try:
-        with no_collection():
-            pass
-        thawed = {id(thing) for thing in gc.get_objects()}  # what is frozen is not among these; it may still die
-        assert thawed.isdisjoint(map(id, made))
-    finally:
-        gc.unfreeze()

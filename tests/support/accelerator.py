@@ -249,15 +249,15 @@ def accelerator(
         give_back(pool, taken)
 
     program, give_back, shard_data = growing._program, Pool.give_back, jax.Shard.data.fget
-    enter, leave, check = Reader.__enter__, Reader.__exit__, Reader.check
+    make, close, check = Reader.__init__, Reader.close, Reader.check
 
-    def opened(reader: Reader) -> Reader:
+    def made(reader: Reader, *args: Any) -> None:
         device.begin_restore()
-        return enter(reader)
+        make(reader, *args)
 
-    def closed(reader: Reader, *error: Any) -> None:
+    def closed(reader: Reader) -> None:
         device.end_restore()
-        leave(reader, *error)
+        close(reader)
 
     def checked(reader: Reader) -> None:
         device.check_files()
@@ -275,8 +275,8 @@ def accelerator(
         patch.setattr(_Array, "is_ready", lambda array: device.is_ready(array) and _is_ready(array))
         patch.setattr(growing, "_program", lambda mesh: writing(program(mesh)))
         patch.setattr(Pool, "give_back", given_back)
-        patch.setattr(Reader, "__enter__", opened)
-        patch.setattr(Reader, "__exit__", closed)
+        patch.setattr(Reader, "__init__", made)
+        patch.setattr(Reader, "close", closed)
         patch.setattr(Reader, "check", checked)
         try:
             yield device

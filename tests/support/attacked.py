@@ -65,12 +65,12 @@ def restore(directory, arrival, seed):
 
 def main(directory, with_leases):
     leases, to_come = [], 0
-    enter, begin, hand_over = Reader.__enter__, Leases.__init__, Accelerator.hand_over
+    make, begin, hand_over = Reader.__init__, Leases.__init__, Accelerator.hand_over
 
-    def entered(reader):
+    def made(reader, *args):
         if not to_come:
             print("now", flush=True)
-        return enter(reader)
+        make(reader, *args)
 
     def begun(new):
         leases[:] = [new]
@@ -88,7 +88,7 @@ def main(directory, with_leases):
     def without_leases(descriptor, command, *_):
         return fcntl.F_RDLCK if command == fcntl.F_GETLEASE else 0
 
-    Reader.__enter__, Leases.__init__, Accelerator.hand_over = entered, begun, handed_over
+    Reader.__init__, Leases.__init__, Accelerator.hand_over = made, begun, handed_over
     if with_leases == "no":
         leased_mapping.fcntl = types.SimpleNamespace(**vars(fcntl) | {"fcntl": without_leases})
     for line in sys.stdin:

@@ -3,9 +3,11 @@
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from orbax_safetensors.orbax_store.discovery import step_number
 from tests.support.files import random_bits
 
 F4 = np.dtype(np.float32)
@@ -13,6 +15,11 @@ PARAMS = {"layers": {"w": random_bits(np.random.default_rng(0), (16, 512), F4)},
 # With names that the other item has as well.
 OPT = {"layers": {"w": random_bits(np.random.default_rng(1), (16, 512), F4)}, "count": 3, "name": "adam", "empty": {}}
 SMALL = 40_000  # bytes of memory with which all takes many tiles
+
+
+def step_of(checkpoint):
+    """The number of the step that a checkpoint of Orbax is; None without one."""
+    return step_number(epath.Path(checkpoint.whole).name)
 
 
 def arrays(tree):

@@ -1,0 +1,52 @@
+"""The memory that this process holds: freed memory goes back to the system, the collector pauses."""
+
+import gc
+
+import pytest
+
+from orbax_safetensors.storage import process_memory
+from orbax_safetensors.storage.process_memory import no_collection
+
+
+@pytest.mark.skipif(process_memory._TRIM is None, reason="the C library gives nothing back")
+def test_freed_memory_is_given_back():
+    # Every second block is freed, so that no heap can shrink at its end.
+    blocks = [bytearray(1 << 16) for _ in range(2000)]
+    kept = blocks[::2]
+    before = process_memory.resident()
+    del blocks
+    process_memory.trim()
+    assert before - process_memory.resident() > 0.8 * 1000 * (1 << 16)
+    assert sum(len(block) for block in kept) == 1000 * (1 << 16)
+
+
+def test_a_c_library_that_gives_nothing_back(monkeypatch):
+    monkeypatch.setattr(process_memory, "_TRIM", None)
+    process_memory.trim()
+
+
+def test_what_exists_after_a_pause_of_the_collector_counts_as_old():
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # no collection makes them old
+    try:
+        with no_collection():
+            assert not gc.isenabled()
+            made = [[number] for number in range(10)]
+        assert gc.isenabled()
+        young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
+        assert young.isdisjoint(map(id, made))
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_a_pause_of_the_collector_thaws_nothing_that_a_caller_has_frozen():
+    made = [[number] for number in range(10)]
+    gc.freeze()
+    try:
+        with no_collection():
+            pass
+        thawed = {id(thing) for thing in gc.get_objects()}  # what is frozen is not among these; it may still die
+        assert thawed.isdisjoint(map(id, made))
+    finally:
+        gc.unfreeze()
