@@ -28,8 +28,8 @@ from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.handlers.functions import load, save
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
-from orbax_safetensors.link.link_job import Link, LinkPlan
-from orbax_safetensors.link.linking import link, plan_link
+from orbax_safetensors.link.link_job import LinkPlan
+from orbax_safetensors.link.linking import Link, link, plan_link
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.cost import RestorePlan, estimate_time
 from orbax_safetensors.restore.plan import plan_restore

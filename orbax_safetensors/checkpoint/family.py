@@ -218,15 +218,13 @@ TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by
 
 
 def stored_leaves(
-    leaves: Sequence[Leaf], asked: FamilyLike, variant: Mapping[str, Any], config: Mapping[str, Any]
+    leaves: Sequence[Leaf], family: Family | None, variant: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[list[Leaf], TensorTypes]:
     """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
-    The family is the caller's, or one that is registered for the config's architecture; without one, each
-    leaf is a tensor. A tensor has the dtype of its leaf, or the config's if the family casts and the caller names no
-    dtype. Raises `MappingError` if there is no such family, or if config, variant and leaves disagree.
+    Without a family, each leaf is a tensor. A tensor has the dtype of its leaf, or the config's if the family casts and
+    the caller names no dtype. Raises `MappingError` if config, variant and leaves disagree.
     """
-    family = registry.find(asked, config)
     if family is None:
         without_family(variant)
         return list(leaves), {leaf.name: (leaf.dtype, leaf.shape) for leaf in leaves}

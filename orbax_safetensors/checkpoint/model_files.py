@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -140,6 +141,14 @@ def model_files_of(config: Any, storage_options: Mapping[str, Any] | None) -> Mo
         return ModelFiles(as_config(parse_config(store.open(path))))
     content = as_config(parse_config(store.open(posixpath.join(path, CONFIG_NAME))))
     return replace(files_of_model(store, path), config=content)
+
+
+def files_beside(checkpoint: Checkpoint) -> ModelFiles:
+    """Return the files to copy with a checkpoint; none if it is one file, which may lie beside those of another model.
+
+    They are those of `files_of_model`.
+    """
+    return ModelFiles() if checkpoint.is_file else files_of_model(checkpoint.store, checkpoint.path)
 
 
 def files_of_model(store: Store, directory: str) -> ModelFiles:

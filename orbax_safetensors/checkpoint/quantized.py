@@ -18,6 +18,7 @@ from orbax_safetensors.format.dtypes import DTYPES, from_numpy
 from orbax_safetensors.geometry.encoding import Encoding, Role
 from orbax_safetensors.geometry.scales import scales_view
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping.formats import EXPONENTS
 from orbax_safetensors.mapping.quantization import CODE_DTYPES, Quantization, quantization
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 from orbax_safetensors.options import Dequantize
@@ -107,7 +108,8 @@ def label(tensor: Quantized) -> str:
         shared = "channel"
     else:
         shared = f"group {size}"
-    return f"{tensor.format}, {shared}"
+    is_mx = encoding.values == "F8_E4M3" and scale.dtype.name in EXPONENTS and (height, width) == (1, 32)
+    return f"{'MXFP8' if is_mx else tensor.format}, {shared}"
 
 
 def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:

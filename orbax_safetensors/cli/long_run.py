@@ -15,11 +15,9 @@ from typing import Any, Self, TextIO, TypeVar
 
 import jax
 
-from orbax_safetensors import Conversion, Link, SafetensorsError, TensorMismatchError
+from orbax_safetensors import Conversion, Link, SafetensorsError
 from orbax_safetensors.cli.tables import Facts, Printer, human_bytes, human_seconds
-from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import printable
-from orbax_safetensors.storage.paths import place
 
 # The logger of the package: those of its modules are below it.
 _LOGGER = logging.getLogger(__package__.partition(".")[0])
@@ -42,9 +40,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def begin(args: argparse.Namespace) -> None:
-    """Make this process one of several if `args.distributed` is set, and compare what they were started with.
+    """Make this process one of several if `args.distributed` is set.
 
-    Raises `SafetensorsError` in every process if paths or options differ, or processes cannot find each other.
+    Raises `SafetensorsError` if processes cannot find each other.
     """
     if not os.environ.get("JAX_PLATFORMS"):
         # No array goes to an accelerator, which another program may be using.
@@ -62,22 +60,6 @@ def begin(args: argparse.Namespace) -> None:
     finally:
         if default_handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The keys of agreements contain paths, so that processes with other paths would wait for each other in vain.
-    paths: dict[str, str] = {}
-
-    def placed() -> None:
-        paths.update(source=place(args.source), destination=place(args.destination))
-
-    def arguments(_: None) -> str:
-        return repr(sorted((vars(args) | paths).items()))
-
-    try:
-        together(new_key("command"), placed, arguments)
-    except TensorMismatchError as error:
-        raise SafetensorsError(
-            "the processes were started with different paths or options; process "
-            f"{jax.process_index()} has the source {paths['source']} and the destination {paths['destination']}"
-        ) from error
 
 
 def report(

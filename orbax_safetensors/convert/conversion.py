@@ -306,7 +306,7 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
         request = build()
         progress = progress or request.options.progress
         job = prepare(request)
-        return f"resume={resume!r} {request.facts}"
+        return f"resume={resume!r} {request.facts} {job.digest}"
 
     try:
         together(new_key("conversion"), prepared, str, check=same_arguments)

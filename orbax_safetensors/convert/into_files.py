@@ -11,11 +11,11 @@ import numpy as np
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import mapped, stored_leaves
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model, model_files_of
+from orbax_safetensors.checkpoint.model_files import ModelFiles, files_beside, model_files_of
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition
-from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.errors import MappingError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
@@ -26,9 +26,10 @@ from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Envelope, Fa
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
+from orbax_safetensors.storage.paths import is_below
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.streaming import file_layout
 from orbax_safetensors.streaming.cutting import batch_bytes, bundle_bytes, check_fits, interleaved
+from orbax_safetensors.streaming.file_layout import Files, Tensors, in_pieces
 from orbax_safetensors.streaming.files_sink import FilesSink
 from orbax_safetensors.streaming.objects_sink import ObjectsSink
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
@@ -36,6 +37,7 @@ from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tile_job import TileJob
 from orbax_safetensors.streaming.tiles import TileSource
+from orbax_safetensors.transfer.plan import locations
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
         )
         for name, leaf in source.leaves.items()
     ]
-    viewed, tensors = stored_leaves(leaves, request.family, variant, config)
+    viewed, tensors = stored_leaves(leaves, family, variant, config)
     max_file_bytes = MAX_FILE_BYTES
     if not store_of(request.destination, request.options.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.
@@ -90,7 +92,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
     model_files = replace(model_files, use=use)
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)
-    files = file_layout.whole(layout, {leaf.name: leaf.view for leaf in viewed})
+    files = Files(layout, locations(layout), {leaf.name: leaf.view for leaf in viewed})
     groups = interleaved(files.views)
     for names in groups:
         for name in names:
@@ -112,24 +114,20 @@ def files_from_files(request: ReshardRequest) -> TileJob:
             alignment=_ALIGNMENT,
             adapter=checkpoint.is_adapter,
         )
-        files = file_layout.whole(
-            layout, {name: View.tensor(name, leaf.shape, leaf.dtype) for name, leaf in source.leaves.items()}
-        )
+        files = Files.of(layout, source.leaves)
     else:
         files = _in_shards(stored, request.partition, metadata)
-    model_files = ModelFiles() if checkpoint.is_file else files_of_model(checkpoint.store, checkpoint.path)
-    return _to_files(source, request, files, model_files, [(name,) for name in source.leaves])
+    return _to_files(source, request, files, files_beside(checkpoint), [(name,) for name in source.leaves])
 
 
 def plain_files_from_files(request: ConvertRequest) -> TileJob:
     """Return the job that makes plain safetensors files of quantised ones, under the stored names."""
     checkpoint = read_checkpoint(request.source, request.options.storage_options)
     request.check_outside(checkpoint.directory)
-    model_files = model_files_of(request.config, request.options.storage_options)
-    if request.config is None and not checkpoint.is_file:
-        model_files = files_of_model(checkpoint.store, checkpoint.path)
     if request.config is None:
-        model_files = replace(model_files, config=read_config(checkpoint) or None)
+        model_files = replace(files_beside(checkpoint), config=read_config(checkpoint) or None)
+    else:
+        model_files = model_files_of(request.config, request.options.storage_options)
     checkpoint = mapped(checkpoint, DEQUANTIZED, request.variant, complete=True, dequantize=True)
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     views = {name: checkpoint.leaves[name] for name in sorted(checkpoint.leaves, key=checkpoint.begin)}
@@ -143,26 +141,24 @@ def plain_files_from_files(request: ConvertRequest) -> TileJob:
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)
     model_files = model_files.plain()
-    files = file_layout.whole(
-        layout, {name: View.tensor(name, leaf.shape, leaf.dtype) for name, leaf in source.leaves.items()}
-    )
+    files = Files.of(layout, source.leaves)
     return _to_files(source, request, files, model_files, [(name,) for name in source.leaves], checkpoint.use)
 
 
-def _in_shards(stored: file_layout.Tensors, sharding: Partition, metadata: dict[str, str]) -> file_layout.Files:
+def _in_shards(stored: Tensors, sharding: Partition, metadata: dict[str, str]) -> Files:
     """Return a file for each device."""
     sharding.check((name, shape) for name, (_, shape) in stored.items())
     for name, (dtype, shape) in stored.items():
         if dtype.bits < 8 and sharding.shard(name, shape) != shape:
             raise TensorMismatchError(f"{name!r}: elements of {dtype.name} share bytes, so it cannot be sharded")
     boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
-    return file_layout.in_pieces(stored, boxes, metadata, _ALIGNMENT)
+    return in_pieces(stored, boxes, metadata, _ALIGNMENT)
 
 
 def _to_files(
     source: TileSource,
     request: ConvertRequest | ReshardRequest,
-    files: file_layout.Files,
+    files: Files,
     model_files: ModelFiles,
     groups: Sequence[tuple[str, ...]],
     use: FamilyUse = NO_FAMILY,
@@ -174,6 +170,9 @@ def _to_files(
         sink = FilesSink(source, destination, files, model_files, groups, request.memory_bytes)
     else:
         sink = ObjectsSink(source, store, destination, files, model_files, request.memory_bytes)
+    if is_below(source.path, unfinished := sink.workspace.path):
+        what = "the destination" if unfinished == destination else f"which is what becomes {destination}; move it away"
+        raise StorageError(f"{source.path}: is in {unfinished}, {what}")
     return TileJob(source, sink, use)
 
 

@@ -33,7 +33,7 @@ class HiddenDirectory(Workspace):
 
     def check_place(self) -> None:
         """See `Workspace`."""
-        self.check_free()
+        super().check_place()
         self._check_directory(self.path)
 
     def _begun(self) -> None:

@@ -68,8 +68,8 @@ def same(facts: Mapping[int, str], otherwise: str = _OTHER_FACTS) -> None:
 
 
 def same_arguments(facts: Mapping[int, str]) -> None:
-    """Raise `TensorMismatchError` if processes were called with other arguments than the first."""
-    same(facts, "was called with other arguments than process {first}")
+    """Raise `TensorMismatchError` if processes were called with other arguments than the first, or see other files."""
+    same(facts, "was called with other arguments than process {first}, or does not see the same files")
 
 
 def together(

@@ -6,9 +6,11 @@ A layout follows from names, dtypes and shapes alone, so that all processes of a
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from orbax_safetensors.format.dtypes import DType, nbytes
-from orbax_safetensors.format.header import Header
+from orbax_safetensors.format.header import PREFIX_BYTES, Header, fingerprint
 from orbax_safetensors.format.index import Index
 
 FILE_NAME = "model.safetensors"
@@ -29,6 +31,11 @@ class Layout:
 
     files: tuple[tuple[str, Header], ...]
     index: Index | None
+
+    @cached_property
+    def fingerprints(self) -> dict[str, Mapping[str, Any]]:
+        """Return what tells whether the files are still the same, by the name of each file."""
+        return {name: fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]) for name, header in self.files}
 
 
 def lay_out(

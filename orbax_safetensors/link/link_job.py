@@ -10,13 +10,11 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -29,10 +27,8 @@ from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.index import INDEX_SUFFIX
-from orbax_safetensors.geometry.view import View
 from orbax_safetensors.link.link_request import LinkRequest
-from orbax_safetensors.link.staging import MADE, ObjectStaging, Staging, staging_of
-from orbax_safetensors.mapping.family import Envelope
+from orbax_safetensors.link.staging import ObjectStaging, Staging
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, sharded_leaf
 from orbax_safetensors.orbax_store.addressed_array import (
@@ -48,8 +44,6 @@ from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.metadata import HANDLER, item_files, record_in_step, step_files
 from orbax_safetensors.orbax_store.ocdbt import Entry, merge, write_references
 from orbax_safetensors.orbax_store.restore_plan import OrbaxRestorePlan, plan_arrays
-from orbax_safetensors.storage.memory import peak_bytes
-from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_sink import orbax_sink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -60,43 +54,6 @@ logger = logging.getLogger(__name__)
 
 # A Python integer, as Orbax stores it.
 _SCALAR = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
-
-# The job that makes arrays, and these arrays.
-Making = tuple[TileJob, Mapping[str, OrbaxLeaf]]
-
-
-@dataclass(frozen=True)
-class Link:
-    """The result of `link`.
-
-    ```python
-    done = ost.link("/models/qwen3", "/models/linked", family="maxtext")
-    print(f"{done.path}: {done.linked_bytes:,} bytes stay where they are, {done.made_bytes:,} were written")
-    ```
-
-    Attributes:
-      path: the directory that is now a checkpoint of Orbax.
-      linked_bytes: bytes of arrays that stay in their files.
-      made_bytes: bytes of arrays that had to be written, by all processes.
-      num_arrays, num_chunks: the content of the index.
-      seconds: how long it took.
-      peak_bytes: the most memory that this process had since it began.
-      family, variant: the family of the tree, by name, and its switches; None and {} without a family.
-    """
-
-    path: str
-    linked_bytes: int
-    made_bytes: int
-    num_arrays: int
-    num_chunks: int
-    seconds: float
-    peak_bytes: int
-    family: str | None
-    variant: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as a dict."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -174,213 +131,183 @@ class LinkJob:
     """A link: its content, decided. Names are those of the new checkpoint.
 
     Attributes:
-      linked: leaves that become addresses.
-      reasons: leaves that have to be made, and the reason for each.
+      leaves: all arrays, with the chunks that are stored, in the order of the tree.
+      linked: the arrays that become addresses.
+      reasons: the arrays that have to be made, and the reason for each.
+      making: makes these, in `staging`; None if there are none.
     """
 
+    request: LinkRequest
     checkpoint: Checkpoint
+    staging: Staging | ObjectStaging
+    leaves: Mapping[str, OrbaxLeaf]
     linked: Mapping[str, AddressedArray]
     reasons: Mapping[str, str]
-    sharded: Mapping[str, OrbaxLeaf]  # all leaves, with their shards as chunks
-    request: LinkRequest
+    making: TileJob | None
 
     @property
-    def envelope(self) -> Envelope:
-        """The tree around the model's."""
-        return self.checkpoint.envelope
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest that is equal for links of the same files into the same index."""
-        stamps = [(file.path, file.stamp) for file in self.checkpoint.files]
-        # The result of a family: its repr has the addresses of its functions, which differ between processes.
-        mapped = None if self.checkpoint.mapped is None else sorted(self.checkpoint.mapped.items())
-        what = (stamps, mapped, self.request.facts)
-        return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
-
-    def plan(self, process_count: int) -> LinkPlan:
-        """Return what `run` would make, and what a restore by `process_count` processes would read; write nothing."""
-        staging = staging_of(self.request)
-        staging.check_place()
-        made: Mapping[str, OrbaxLeaf] = {}
-        if (making := self._making(staging.path)) is not None:
-            job, made = making
-            job.source.close()
-        above = self.envelope.above
-        leaves = {name: self.linked[name].leaf if name in self.linked else made[name] for name in self.sharded}
-        nbytes = write_references(self._entries(), lambda *_: None)
-        nbytes += sum(map(len, item_files(self._tree(made), whole=self._whole).values()))
-        arrays = tuple(
+    def arrays(self) -> tuple[LinkedArray, ...]:
+        """The arrays of the new checkpoint, in the order of the tree."""
+        return tuple(
             LinkedArray(
-                name.removeprefix(above),
+                name.removeprefix(self.checkpoint.envelope.above),
                 leaf.dtype.name,
                 leaf.shape,
                 leaf.chunk_shape,
-                self._num_chunks(name, leaf),
-                _nbytes(leaf),
+                self.linked[name].chunks.count if name in self.linked else prod(leaf.grid),
+                prod(leaf.shape) * leaf.dtype.itemsize,
                 self.reasons.get(name),
             )
-            for name, leaf in leaves.items()
+            for name, leaf in self.leaves.items()
         )
+
+    def plan(self, process_count: int) -> LinkPlan:
+        """Return what `run` would make, and what a restore by `process_count` processes would read; write nothing."""
+        self.staging.check_place()
+        nbytes = write_references(self._entries(), lambda *_: None)
+        nbytes += sum(map(len, self._small_files().values()))
         restore = None
         if self.request.mesh is not None or self.request.like is not None:
-            restored = {name.removeprefix(above): leaf for name, leaf in leaves.items()}
+            above = self.checkpoint.envelope.above
+            restored = {name.removeprefix(above): leaf for name, leaf in self.leaves.items()}
             file_bytes = sum(file.stamp.nbytes for file in self.checkpoint.files)
             restore = plan_arrays(restored, self.request.partition, process_count, file_bytes)
-        return LinkPlan(self.request.destination, arrays, nbytes, restore)
+        return LinkPlan(self.request.destination, self.arrays, nbytes, restore)
 
-    def run(self, *, resume: bool, progress: Progress | None) -> Link:
+    def run(self, *, resume: bool, progress: Progress | None) -> None:
         """Make the link, together with all other processes; raises in every process if one fails."""
-        started = time.perf_counter()
-        key, active = new_key("link"), ActiveProcesses.all()
-        staging = staging_of(self.request, self.digest)
-
-        def begun() -> Making | None:
-            making = self._making(staging.path)  # first, as it raises if memory does not suffice
-            if active.is_primary:
-                staging.begin(resume=resume)
-            return making
-
-        made: Mapping[str, OrbaxLeaf] = {}
+        key, active, staging = new_key("link"), ActiveProcesses.all(), self.staging
         try:
-            if (making := together(f"{key}/begin", begun)) is not None:
-                job, made = making
-                with closing(job.source):
+            together(f"{key}/begin", active.by_primary(partial(staging.begin, resume=resume)))
+            if self.making is not None:
+                with closing(self.making.source):
                     if not together(f"{key}/made", staging.has_made, str):  # an earlier run may have made them
                         with passing(progress) as report:
-                            job.run(resume=resume, progress=report)
-            together(f"{key}/write", active.by_primary(partial(self._write, staging, made)))
+                            self.making.run(resume=resume, progress=report)
+            together(f"{key}/write", active.by_primary(self._write))
         finally:
             staging.release()
-        return Link(
-            staging.destination,
-            sum(_nbytes(array.leaf) for array in self.linked.values()),
-            sum(map(_nbytes, made.values())),
-            len(self.linked) + len(made),
-            sum(self._num_chunks(name, made.get(name)) for name in self.sharded),
-            time.perf_counter() - started,
-            peak_bytes(),
-            **self.checkpoint.use.record(),
-        )
 
-    def _write(self, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf]) -> None:
+    def _write(self) -> None:
         """Write the index, and give the link its place."""
+        checkpoint, request, staging = self.checkpoint, self.request, self.staging
         write_references(self._entries(), staging.write)
-        if made:
+        if self.making is not None:
             merge([staging.made], staging.path)
             staging.keep_data()
-        checkpoint, request = self.checkpoint, self.request
-        small = item_files(self._tree(made), whole=self._whole)
+        small = self._small_files()
         linked = checkpoint.use.record()
         staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, checkpoint.mapped is None, small, linked=linked))
-        for name, content in {**step_files(self.envelope.custom_metadata), **small}.items():
+        for name, content in {**step_files(checkpoint.envelope.custom_metadata), **small}.items():
             staging.write(name, content)
-        if isinstance(staging, Staging) and not request.in_source:
-            staging.link_files([*(file.path for file in checkpoint.files), *_model_files(request)])
+        if not request.in_source:
+            files = [file.path for file in checkpoint.files]
+            _link_files(request, [*files, *_model_files(checkpoint)], staging.path)
         write_header_record(checkpoint.store, checkpoint.directory, checkpoint.fingerprints)
         for file in checkpoint.files:
             with closing(checkpoint.store.open(file.path)) as opened:
                 opened.check(file.stamp)  # raises if the file has changed since its header was read
         staging.finish()
-        record_in_step(staging.destination, HANDLER, self.envelope.custom_metadata, new=request.new_step)
+        record_in_step(staging.destination, HANDLER, checkpoint.envelope.custom_metadata, new=request.new_step)
         logger.info(
-            "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(self.linked), len(made)
+            "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(self.linked), len(self.reasons)
         )
 
-    def _making(self, directory: str) -> Making | None:
-        """Return the job that makes the leaves that are not addresses, in `directory`, and the arrays that it makes.
-
-        The caller closes the job's source. Returns None if there are no such leaves. Raises `SafetensorsError` if
-        memory does not suffice.
-        """
-        if not self.reasons:
-            return None
-        views = {name: self.checkpoint.leaves[name.removeprefix(self.envelope.above)] for name in self.reasons}
-        source = SafetensorsSource(self.checkpoint, views, {}, self.request.memory_bytes, "auto")
-        sink = orbax_sink(
-            source,
-            os.path.join(directory, MADE),
-            {"": OrbaxItem({name: self.sharded[name] for name in views})},
-            {name: ("", name.removeprefix(self.envelope.above)) for name in views},
-            interleaved(views),
-            memory_bytes=self.request.memory_bytes,
-            chunk_bytes=self.request.chunk_bytes,
-            compression=False,
-        )
-        return TileJob(source, sink), sink.workspace.leaves
-
-    def _tree(self, made: Mapping[str, OrbaxLeaf]) -> Any:
-        """Return the checkpoint's tree of `OrbaxLeaf`; `made` has the leaves that had to be made."""
-
-        def leaf(name: str, _: View) -> OrbaxLeaf:
-            name = self.envelope.above + name
-            return self.linked[name].leaf if name in self.linked else made[name]
-
-        rest = {key: _SCALAR if isinstance(value, int) else value for key, value in self.envelope.rest.items()}
-        return replace(self.envelope, rest=rest).around(self.checkpoint.tree(leaf))
+    def _small_files(self) -> dict[str, bytes]:
+        """Return Orbax's files of the tree, by their names."""
+        envelope = self.checkpoint.envelope
+        rest = {key: _SCALAR if isinstance(value, int) else value for key, value in envelope.rest.items()}
+        tree = self.checkpoint.tree(lambda name, _: self.leaves[envelope.above + name])
+        # Chunks of padding are not stored.
+        whole = all(array.is_whole for array in self.linked.values())
+        return item_files(replace(envelope, rest=rest).around(tree), whole=whole)
 
     def _entries(self) -> Iterator[Entry]:
-        """Yield the entries of the index, without the leaves that have to be made."""
-        for name, array in self.linked.items():
-            yield from array_entries(name, array, self._locate)
-        for name, value in self.envelope.rest.items():
+        """Yield the entries of the index, without the arrays that have to be made."""
+        files = [os.path.basename(file.path) for file in self.checkpoint.files]
+        yield from array_entries(self.linked, self.checkpoint.location, files)
+        for name, value in self.checkpoint.envelope.rest.items():
             if isinstance(value, int):
                 yield from scalar_entries(name, np.asarray(value, np.int64))
-
-    def _num_chunks(self, name: str, made: OrbaxLeaf | None) -> int:
-        """Return the number of stored chunks of an array, which is in `linked` or was `made`."""
-        if name in self.linked:
-            return self.linked[name].chunks.count
-        assert made is not None
-        return prod(made.grid)
-
-    @property
-    def _whole(self) -> bool:
-        """Whether all chunks of all arrays will be stored; chunks of padding are not."""
-        return all(array.is_whole for array in self.linked.values())
-
-    def _locate(self, tensor: str) -> tuple[str, int]:
-        location = self.checkpoint.location(tensor)
-        return os.path.basename(self.checkpoint.files[location.file].path), location.begin
 
 
 def prepare(request: LinkRequest) -> LinkJob:
     """Read all headers and decide on every leaf.
 
-    Raises the errors of `convert` for a source, a family or a spec, and `StorageError` for files that are not local.
+    Raises the errors of `convert` for a source, a family or a spec, also if memory does not suffice for what has to be
+    made, and `StorageError` for files that are not local.
     """
     checkpoint = read_checkpoint(request.source)
-    if is_on_gcs(request.source) and checkpoint.files[0].path == request.source:
+    if is_on_gcs(request.source) and checkpoint.is_file:
         raise StorageError(f"{request.source}: is one object; on gs://, pass the directory with it")
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensors")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
-    partition = request.partition
+    partition, above = request.partition, checkpoint.envelope.above
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    addressed, reasons, sharded = {}, {}, {}
+    linked, reasons, leaves = {}, {}, {}
     for leaf, view in checkpoint.leaves.items():
-        name = checkpoint.envelope.above + leaf
-        sharded[name] = sharded_leaf(partition, leaf, view.shape, view.dtype)
+        name = above + leaf
+        leaves[name] = sharded_leaf(partition, leaf, view.shape, view.dtype)
         if reason := misread(name, view.shape):
             raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
-        addresses = "it has to be decoded" if quantized else addressed_array(view, sharded[name], request.chunk_bytes)
+        addresses = "it has to be decoded" if quantized else addressed_array(view, leaves[name], request.chunk_bytes)
         if isinstance(addresses, str):
             reasons[name] = addresses
         else:
-            addressed[name] = addresses
-    return LinkJob(checkpoint, addressed, reasons, sharded, request)
+            linked[name], leaves[name] = addresses, addresses.leaf
+    staging = (ObjectStaging if is_on_gcs(request.destination) else Staging)(request, _digest(request, checkpoint))
+    making = None
+    if reasons:
+        views = {name: checkpoint.leaves[name.removeprefix(above)] for name in reasons}
+        source = SafetensorsSource(checkpoint, views, {}, request.memory_bytes, "auto")
+        sink = orbax_sink(
+            source,
+            staging.made,
+            {"": OrbaxItem({name: leaves[name] for name in reasons})},
+            {name: ("", name.removeprefix(above)) for name in reasons},
+            interleaved(views),
+            memory_bytes=request.memory_bytes,
+            chunk_bytes=request.chunk_bytes,
+            compression=False,
+        )
+        making = TileJob(source, sink)
+        leaves |= sink.workspace.leaves
+    return LinkJob(request, checkpoint, staging, leaves, linked, reasons, making)
 
 
-def _model_files(request: LinkRequest) -> list[str]:
+def _digest(request: LinkRequest, checkpoint: Checkpoint) -> str:
+    """Return a digest that is equal for links of the same files into the same index."""
+    stamps = [(file.path, file.stamp) for file in checkpoint.files]
+    # The result of a family: its repr has the addresses of its functions, which differ between processes.
+    mapped = None if checkpoint.mapped is None else sorted(checkpoint.mapped.items())
+    what = (stamps, mapped, request.facts)
+    return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _model_files(checkpoint: Checkpoint) -> list[str]:
     """Return the other files of a model: their index, `config.json`, the tokenizer's files and their like."""
-    indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
+    directory = checkpoint.directory
+    indexes = [] if checkpoint.is_file else glob.glob(f"*{INDEX_SUFFIX}", root_dir=directory)
     return [
-        *files_of_model(*store_of(request.directory, None)).copies.values(),
-        *(os.path.join(request.directory, name) for name in indexes),
+        *files_of_model(checkpoint.store, directory).copies.values(),
+        *(os.path.join(directory, name) for name in indexes),
     ]
 
 
-def _nbytes(leaf: OrbaxLeaf) -> int:
-    """Return the bytes of an array."""
-    return prod(leaf.shape) * leaf.dtype.itemsize
+def _link_files(request: LinkRequest, files: list[str], directory: str) -> None:
+    """Link files in `directory`, which becomes the destination: by relative symbolic links, or by hard links."""
+    above, name = os.path.split(request.destination)
+    becomes = os.path.join(os.path.realpath(above), name)
+    for file in files:
+        link = os.path.join(directory, os.path.basename(file))
+        if not os.path.isfile(file):  # a reader that opens a link to a pipe waits for ever
+            raise StorageError(f"{file}: is not a regular file")
+        try:
+            if request.hard_links:
+                os.link(os.path.realpath(file), link)  # if `file` is a link, to its target
+            else:
+                os.symlink(os.path.relpath(file, becomes), link)
+        except OSError as error:
+            raise StorageError(f"{link}: cannot be made a link to {file}: {error.strerror}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Unpack
 
@@ -12,11 +12,46 @@ from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.link.link_job import Link, LinkPlan, prepare
+from orbax_safetensors.link.link_job import LinkPlan, prepare
 from orbax_safetensors.link.link_request import CHUNK_BYTES, LinkArguments, LinkRequest
 from orbax_safetensors.options import Progress
+from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
+
+
+@dataclass(frozen=True)
+class Link:
+    """The result of `link`.
+
+    ```python
+    done = ost.link("/models/qwen3", "/models/linked", family="maxtext")
+    print(f"{done.path}: {done.linked_bytes:,} bytes stay where they are, {done.made_bytes:,} were written")
+    ```
+
+    Attributes:
+      path: the directory that is now a checkpoint of Orbax.
+      linked_bytes: bytes of arrays that stay in their files.
+      made_bytes: bytes of arrays that had to be written, by all processes.
+      num_arrays, num_chunks: the content of the index.
+      seconds: how long it took.
+      peak_bytes: the most memory that this process had since it began.
+      family, variant: the family of the tree, by name, and its switches; None and {} without a family.
+    """
+
+    path: str
+    linked_bytes: int
+    made_bytes: int
+    num_arrays: int
+    num_chunks: int
+    seconds: float
+    peak_bytes: int
+    family: str | None
+    variant: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as a dict."""
+        return asdict(self)
 
 
 def link(
@@ -83,9 +118,25 @@ def link(
         memory_bytes=memory_bytes,
         hard_links=hard_links,
     )
-    job = together(new_key("link"), lambda: prepare(request()), lambda job: job.digest, check=same_arguments)
-    done = job.run(resume=resume, progress=progress)
-    return replace(done, seconds=time.perf_counter() - started)
+    job = together(
+        new_key("link"),
+        lambda: prepare(request()),
+        lambda job: f"resume={resume!r} {job.staging.record}",
+        check=same_arguments,
+    )
+    job.run(resume=resume, progress=progress)
+    arrays = job.arrays
+    made_bytes = sum(array.nbytes for array in arrays if array.made is not None)
+    return Link(
+        job.staging.destination,
+        sum(array.nbytes for array in arrays) - made_bytes,
+        made_bytes,
+        len(arrays),
+        sum(array.num_chunks for array in arrays),
+        time.perf_counter() - started,
+        peak_bytes(),
+        **job.checkpoint.use.record(),
+    )
 
 
 def plan_link(

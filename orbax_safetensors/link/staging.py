@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -22,12 +21,12 @@ from etils import epath
 
 from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.link.link_request import LinkRequest
-from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json, remove
+from orbax_safetensors.orbax_store.directories import fresh, names, read_json, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
-from orbax_safetensors.storage.local import LocalStore, check_makeable
+from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import write_small
 from orbax_safetensors.storage.workspace import Workspace
 
@@ -82,9 +81,9 @@ class _Staging(Workspace):
 class Staging(_Staging):
     """An unfinished link on a file system. One process calls the methods, except `has_made`."""
 
-    def __init__(self, request: LinkRequest, digest: str = "") -> None:
+    def __init__(self, request: LinkRequest, digest: str) -> None:
         """Touch nothing. `digest` identifies the link."""
-        self._in_source, self._hard = request.in_source, request.hard_links
+        self._in_source = request.in_source
         path = os.path.join(request.destination, ".link") if self._in_source else f"{request.destination}.link"
         super().__init__(path, request, digest)
         self.locked = f"{self.path}.lock"
@@ -103,17 +102,11 @@ class Staging(_Staging):
 
     def check_place(self) -> None:
         """See `Workspace`."""
-        check_makeable(self.path)
-        self.check_free()
-        if os.path.lexists(self.path) and self._read() is None and self._names() - {_RECORD}:
-            raise StorageError(f"{self.path}: is not an unfinished link; move it away")
-
-    def _names(self) -> set[str]:
-        """Return the names in the directory; its own if it is a file."""
-        try:
-            return set(os.listdir(self.path))
-        except NotADirectoryError:
-            return {self.path}
+        super().check_place()
+        self._check_directory(self.path)
+        inside = os.listdir(self.path) if os.path.isdir(self.path) else []
+        if (other := sorted({*inside} - {_RECORD})) and self._read() is None:
+            raise self._not_ours(self.path, other[0])
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of a link that was begun; None if there is none."""
@@ -150,21 +143,6 @@ class Staging(_Staging):
         write_small(self._store, path, content)
         self._store.sync(os.path.dirname(path))
 
-    def link_files(self, files: list[str]) -> None:
-        """Link the files of another directory, by relative symbolic links or, with `hard_links`, by hard links."""
-        above = os.path.realpath(os.path.dirname(self.destination))
-        for file in files:
-            link = os.path.join(self.path, os.path.basename(file))
-            if not os.path.isfile(file):  # a reader that opens a link to a pipe waits for ever
-                raise StorageError(f"{file}: is not a regular file")
-            try:
-                if self._hard:
-                    os.link(os.path.realpath(file), link)  # if `file` is a link, to its target
-                else:
-                    os.symlink(os.path.relpath(file, os.path.join(above, os.path.basename(self.destination))), link)
-            except OSError as error:
-                raise StorageError(f"{link}: cannot be made a link to {file}: {error.strerror}") from error
-
     def finish(self) -> None:
         """See `Workspace`."""
         with storage_errors(f"{self.destination}: cannot be finished", OSError):
@@ -175,7 +153,7 @@ class Staging(_Staging):
                 self._store.sync(self.path)
                 os.rename(self.path, self.destination)
                 os.unlink(os.path.join(self.destination, _RECORD))
-            self._store.sync(os.path.dirname(self.destination))
+        self._sync_name()
 
     def _place(self) -> None:
         """Move all files of the link beside the safetensors files; the one that makes it a checkpoint of Orbax last."""
@@ -218,12 +196,11 @@ class ObjectStaging(_Staging):
 
     _kept_of_made = (MANIFEST, DATA_DIRECTORY, FINISHED_FILE)
 
-    def __init__(self, request: LinkRequest, digest: str = "") -> None:
+    def __init__(self, request: LinkRequest, digest: str) -> None:
         """Touch nothing. `digest` identifies the link."""
         super().__init__(request.destination, request, digest)
         self._directory = epath.Path(self.path)
         self._record_path = self._directory / _RECORD
-        self._run = secrets.token_hex(8)
         # Files of a step that Orbax has finished: they stay.
         self._kept: list[str] = []
         self._last: dict[str, bytes] = {}
@@ -243,7 +220,7 @@ class ObjectStaging(_Staging):
 
     def check(self) -> None:
         """See `Workspace`."""
-        if (self._read() or {}).get("run") != self._run:
+        if (self._read() or {}).get("run") != self.run:
             raise StorageError(f"{self.path}: another process is writing a link here")
 
     def _begun(self) -> dict[str, Any] | None:
@@ -274,7 +251,7 @@ class ObjectStaging(_Staging):
 
     def _note(self, begun: Mapping[str, Any] | None) -> None:
         with storage_errors(str(self._record_path)):
-            self._record_path.write_text(json.dumps({"begun": begun, "kept": self._kept, "run": self._run}))
+            self._record_path.write_text(json.dumps({"begun": begun, "kept": self._kept, "run": self.run}))
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of the place; None if there is none."""
@@ -301,8 +278,3 @@ class ObjectStaging(_Staging):
                     (self._directory / name).write_bytes(self._last[name])
             self._record_path.unlink()
             fresh(self.path)
-
-
-def staging_of(request: LinkRequest, digest: str = "") -> Staging | ObjectStaging:
-    """Return the staging in which a link is made."""
-    return (ObjectStaging if is_on_gcs(request.destination) else Staging)(request, digest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -15,6 +15,7 @@ from orbax_safetensors.geometry.addresses import Chunks, chunks_in_place
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store.leaf import SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import Entry, Range
+from orbax_safetensors.transfer.plan import Location
 
 # A key is the name of an array and the position of a chunk, and has 65,535 bytes at most.
 _MAX_NAME_BYTES = 60_000
@@ -58,21 +59,26 @@ def addressed_array(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3:
     return AddressedArray(replace(leaf, chunk_shape=chunks.shape), chunks)
 
 
-# Returns the file of a stored tensor, as a path below the index, and the offset at which the tensor begins.
-Locate = Callable[[str], tuple[str, int]]
+def array_entries(
+    arrays: Mapping[str, AddressedArray],
+    location: Callable[[str], Location],
+    files: Sequence[str],
+    *,
+    zarr3: bool = True,
+) -> Iterator[Entry]:
+    """Yield the entries of arrays in the database: descriptions, and chunks by their positions in the grids.
 
-
-def array_entries(name: str, array: AddressedArray, locate: Locate, *, zarr3: bool = True) -> Iterator[Entry]:
-    """Yield the entries of an array in the database: its description, and its chunks by their position in the grid."""
-    leaf, chunks = array
-    yield _described(name, leaf, chunks.order, zarr3=zarr3)
-    nbytes = chunks.nbytes
-    for place in chunks.places():
-        file, begin = locate(place.tensor)
-        at = begin + place.offsets * leaf.dtype.itemsize
-        grid = product(*(range(first, first + size) for first, size in zip(place.first, at.shape, strict=True)))
-        for index, offset in zip(grid, at.reshape(-1).tolist(), strict=True):
-            yield _chunk_key(name, index, zarr3=zarr3), Range(file, offset, nbytes)
+    `location` says where a stored tensor lies in `files`, which are paths below the index.
+    """
+    for name, (leaf, chunks) in arrays.items():
+        yield _described(name, leaf, chunks.order, zarr3=zarr3)
+        nbytes = chunks.nbytes
+        for place in chunks.places():
+            stored = location(place.tensor)
+            at = stored.begin + place.offsets * leaf.dtype.itemsize
+            grid = product(*(range(first, first + size) for first, size in zip(place.first, at.shape, strict=True)))
+            for index, offset in zip(grid, at.reshape(-1).tolist(), strict=True):
+                yield _chunk_key(name, index, zarr3=zarr3), Range(files[stored.file], offset, nbytes)
 
 
 def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.format.header import PREFIX_BYTES, fingerprint
-from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.storage.store import Store, find_small
 
 # `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ..., "index": {name: sha256}}`, and
@@ -40,11 +38,6 @@ def note_content(
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     made_by = {name: record for name, record in (("saved", saved), ("linked", linked)) if record is not None}
     return json.dumps({"files": files, "names_tensors": names_tensors, "index": digests} | made_by, indent=1).encode()
-
-
-def fingerprints(layout: Layout) -> dict[str, Mapping[str, Any]]:
-    """Return the `fingerprint` of each file to write, by name."""
-    return {name: fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]) for name, header in layout.files}
 
 
 @dataclass(frozen=True)

@@ -82,21 +82,15 @@ def parse_shardings(
     return shardings
 
 
+@lru_cache
 def named_sharding(
-    mesh: Mapping[str, int], spec: Sequence[str | Sequence[str] | None]
+    mesh: tuple[tuple[str, int], ...], spec: tuple[str | tuple[str, ...] | None, ...]
 ) -> ocp.metadata.NamedShardingMetadata:
-    """The record of a `NamedSharding` over a mesh, by axis name and size, whose devices need not be here.
+    """The record of a `NamedSharding` over a mesh, by axis names and sizes, whose devices need not be here.
 
     Devices are numbered from 0 in the order of the mesh, as those of a real one usually are. Equal arguments have one
     record: it names every device, and is encoded once for all arrays that share it.
     """
-    return _named_sharding(tuple(mesh.items()), partition_spec(spec))
-
-
-@lru_cache
-def _named_sharding(
-    mesh: tuple[tuple[str, int], ...], spec: tuple[str | tuple[str, ...] | None, ...]
-) -> ocp.metadata.NamedShardingMetadata:
     sizes = [size for _, size in mesh]
     devices = np.empty(prod(sizes), object)
     devices[:] = [{"id": number} for number in range(prod(sizes))]
@@ -113,7 +107,7 @@ def _named_sharding(
 
 def sharded_leaf(partition: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
     """Return an array whose chunks are its shards; `name` is the one that the rules of `partition` find."""
-    record = named_sharding(partition.mesh, partition.spec(name, shape))
+    record = named_sharding(tuple(partition.mesh.items()), partition.spec(name, shape))
     return OrbaxLeaf(shape, dtype, partition.shard(name, shape), sharding=record)
 
 

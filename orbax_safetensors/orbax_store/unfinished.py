@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -37,7 +36,7 @@ from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, 
 from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finished_record, finished_text
-from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
+from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.workspace import Workspace, taken
 
@@ -121,7 +120,6 @@ class UnfinishedCheckpoint(Workspace):
             **self.named(lambda item: item.record),
         }
         self._record_path = self.directory / RECORD_FILE
-        self._run = secrets.token_hex(8)
 
     def named(self, facts: Callable[[ItemWriter], Mapping[str, _T]]) -> dict[str, _T]:
         """Return what `facts` says of the arrays of all items, by names that are unique in the checkpoint."""
@@ -134,9 +132,7 @@ class UnfinishedCheckpoint(Workspace):
     def check_place(self) -> None:
         """See `Workspace`. A symbolic link is not followed."""
         with storage_errors(self.destination):
-            if not self._in_place:
-                check_makeable(self.path)
-            self.check_free()
+            super().check_place()
             for path in (self.path, *(os.fspath(place) for item in self.items.values() for place in item.places)):
                 self._check_directory(path)
             if self.directory.exists():
@@ -144,7 +140,7 @@ class UnfinishedCheckpoint(Workspace):
 
     def check(self) -> None:
         """See `Workspace`."""
-        if (self._begun() or {}).get("run") != self._run:
+        if (self._begun() or {}).get("run") != self.run:
             raise taken(self.destination)
 
     def _check_same(self, begun: Mapping[str, Any]) -> None:
@@ -157,7 +153,7 @@ class UnfinishedCheckpoint(Workspace):
 
     def _take_up(self) -> None:
         with storage_errors(f"{self.path}: cannot be resumed"):
-            self._write_record({"run": self._run, **self.record})
+            self._write_record({"run": self.run, **self.record})
             for item in self.items.values():
                 item.reopen()
             self._copy_others()
@@ -171,7 +167,7 @@ class UnfinishedCheckpoint(Workspace):
             (self.directory / STEP_FILE).write_text(begun_record())
             for item in self.items.values():
                 item.create()
-            self._write_record({"run": self._run, **self.record})
+            self._write_record({"run": self.run, **self.record})
             if not self._in_place:
                 LocalStore().sync(os.path.dirname(self.path))
             self._copy_others()

@@ -115,7 +115,7 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
 
     def attempt(switches: Variant) -> tuple[list[Leaf], TensorTypes, Variant]:
         if reference is None:
-            return *stored_leaves(leaves, family, switches, config), switches
+            return *stored_leaves(leaves, known, switches, config), switches
         return *reference.stored_leaves(leaves, switches), switches
 
     def nearest(passed: Variant) -> Variant | None:

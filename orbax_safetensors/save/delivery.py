@@ -5,7 +5,7 @@ Their programs run before anything is written, in the same order in all processe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
@@ -22,12 +22,11 @@ from orbax_safetensors.devices.bits import is_float, to_bits
 from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.devices.sharding import Axes, axes_of, local_boxes, no_mesh
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.transfer.plan import Block, locations
+from orbax_safetensors.transfer.plan import Block, Location
 
 # Bytes of each device's memory for shards that are received and not yet copied to the host.
 _BATCH_BYTES = 256 * 2**20
@@ -43,9 +42,11 @@ class Delivery:
     owner: int
 
 
-def deliveries(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) -> list[Delivery]:
-    """Return all deliveries, in an order in which the receiving processes take turns."""
-    places = locations(layout)
+def deliveries(leaves: Sequence[Leaf], places: Mapping[str, Location], owners: Sequence[int]) -> list[Delivery]:
+    """Return all deliveries, in an order in which the receiving processes take turns.
+
+    `places` say where tensors lie in the files, and `owners` which process writes each file.
+    """
     queues: dict[int, list[tuple[int, int, Delivery]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
     for leaf in leaves:
         for tensor, boxes in _boxes(leaf.view).items():

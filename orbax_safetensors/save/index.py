@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from orbax_safetensors.orbax_store.addressed_array import (
     array_entries,
     misread,
 )
-from orbax_safetensors.orbax_store.index_note import NOTE_FILE, fingerprints, note_content
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import item_files
 from orbax_safetensors.orbax_store.ocdbt import write_references
@@ -49,7 +48,6 @@ class SavedIndex:
 
     Attributes:
       arrays: of the tree, by name.
-      places: the file and the offset in it of each stored tensor.
       tree: with an `OrbaxLeaf` for each leaf; None if Orbax itself records the tree.
       zarr3: whether the index describes arrays in version 3 of Zarr.
       names_tensors: whether arrays have the names of the stored tensors.
@@ -58,32 +56,35 @@ class SavedIndex:
 
     arrays: Mapping[str, AddressedArray]
     tree: Any
-    layout: Layout
-    places: Mapping[str, tuple[str, int]]
     zarr3: bool
     names_tensors: bool
     saved: Mapping[str, Any] | None
 
-    def write(self, directory: str, write: Callable[[str, bytes], None]) -> None:
+    def write(
+        self,
+        directory: str,
+        layout: Layout,
+        places: Mapping[str, Location],
+        write: Callable[[str, bytes], None],
+    ) -> None:
         """Call `write` with the name and the content of every file, the one that makes it a checkpoint last.
 
-        If Orbax itself records the tree, add the shardings of `arrays` to Orbax's file of shardings in `directory`.
+        `places` say where tensors lie in the files of `layout`. If Orbax itself records the tree, add the shardings of
+        `arrays` to Orbax's file of shardings in `directory`.
         """
         whole = all(array.is_whole for array in self.arrays.values())
         small = {} if self.tree is None else item_files(self.tree, whole=whole)
-        write(NOTE_FILE, note_content(fingerprints(self.layout), self.names_tensors, small, saved=self.saved))
-        entries = (array_entries(*named, self.places.__getitem__, zarr3=self.zarr3) for named in self.arrays.items())
-        write_references(chain.from_iterable(entries), write)
+        write(NOTE_FILE, note_content(layout.fingerprints, self.names_tensors, small, saved=self.saved))
+        files = [name for name, _ in layout.files]
+        write_references(array_entries(self.arrays, places.__getitem__, files, zarr3=self.zarr3), write)
         if self.tree is None:
             add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
         for name, content in small.items():
             write(name, content)
 
 
-def saved_index(
-    request: SaveRequest, contents: Contents, layout: Layout, places: Mapping[str, Location]
-) -> SavedIndex | None:
-    """Return the index of the files of `layout`.
+def saved_index(request: SaveRequest, contents: Contents) -> SavedIndex | None:
+    """Return the index of what a save stores.
 
     Without a possible index, return None, or raise `TensorMismatchError` if the caller requires one.
     """
@@ -115,10 +116,8 @@ def saved_index(
     return SavedIndex(
         arrays,
         jax.tree.unflatten(structure, [arrays[name].leaf for name in values]) if request.whole_tree else None,
-        layout,
-        {tensor: (layout.files[location.file][0], location.begin) for tensor, location in places.items()},
         request.zarr3,
-        names_tensors=use.family is None and arrays.keys() <= places.keys(),
+        names_tensors=use.family is None and arrays.keys() <= contents.tensors.keys(),
         saved=saved if request.whole_tree else None,
     )
 

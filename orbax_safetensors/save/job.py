@@ -36,19 +36,18 @@ from orbax_safetensors.format.layout import INDEX_NAME, Layout, avoiding
 from orbax_safetensors.geometry.crc import crc_of
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE
-from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save.contents import Contents, contents_of
 from orbax_safetensors.save.delivery import Delivery, deliveries, holding, received
 from orbax_safetensors.save.index import SavedIndex, saved_index
-from orbax_safetensors.save.new_files import NewFiles, make_room
+from orbax_safetensors.save.new_files import NewFiles
 from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.save.shards import NO_SHARDS, Shards, kept
 from orbax_safetensors.save.writers import files_by_writer, grouped, stretches, written_here
 from orbax_safetensors.storage.local import rename
 from orbax_safetensors.storage.paths import as_text
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import NewFile, Store
+from orbax_safetensors.storage.store import NewFile
 from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.plan import Location, locations, transfer_plan
 from orbax_safetensors.transfer.progress import Meter, passing
@@ -71,7 +70,7 @@ def prepare(request: SaveRequest) -> SaveJob:
     """Check a request, lay out its files and assign its shards to processes; the active processes do so together.
 
     Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, if the tree or the metadata cannot
-    be stored or differs between processes, and `StorageError` if `make_room` refuses the directory.
+    be stored or differs between processes, and `StorageError` if `NewFiles.check_room` refuses the directory.
     """
     directory, active, options = as_text(request.path), request.active, request.options
     key = new_key("save", directory, active)
@@ -88,25 +87,19 @@ def prepare(request: SaveRequest) -> SaveJob:
             # Files of another checkpoint stay as they are until the new checkpoint is complete.
             layout = avoiding(layout, frozenset(store.list(path) or ()))
         places = locations(layout)
-        job = SaveJob(
-            request,
-            key,
-            store,
-            path,
-            layout,
-            places,
-            numbers=range(len(layout.files)),
-            model_files=contents.model_files,
-            index=saved_index(request, contents, layout, places),
-        )
+        index = saved_index(request, contents)
+        numbers: Sequence[int] = range(len(layout.files))
+        shards, delivered = NO_SHARDS, None
         if writers is not None:
             numbers = [number for number, writer in enumerate(writers) if writer == active.rank]
-            job = replace(job, numbers=numbers, deliveries=deliveries(contents.written, layout, writers))
+            delivered = deliveries(contents.written, places, writers)
         else:
             groups = tuple(written_here(grouped(contents.written), active))
-            job = replace(job, shards=Shards(groups if store.is_local else stretches(groups, places)))
+            shards = Shards(groups if store.is_local else stretches(groups, places))
+        files = NewFiles(store, path, [layout.files[number][0] for number in numbers], options)
         if active.is_primary:
-            make_room(store, path, request.existing)
+            files.check_room(request.existing)
+        job = SaveJob(request, key, files, layout, places, numbers, contents.model_files, index, shards, delivered)
         return job, _digest(contents, layout)
 
     # Processes that save other trees than the others would write files that nobody can read.
@@ -135,7 +128,7 @@ class SaveJob:
 
     Attributes:
       key: of the agreements of the processes.
-      path: of the directory, in `store`.
+      files: where this process makes files.
       layout: the files of the save.
       places: where tensors lie in them.
       numbers: of the files that this process writes into; of all if processes share files.
@@ -146,15 +139,14 @@ class SaveJob:
 
     request: SaveRequest
     key: str
-    store: Store
-    path: str
+    files: NewFiles
     layout: Layout
     places: Mapping[str, Location]
     numbers: Sequence[int]
     model_files: ModelFiles
     index: SavedIndex | None
-    shards: Shards = NO_SHARDS
-    deliveries: Sequence[Delivery] | None = None
+    shards: Shards
+    deliveries: Sequence[Delivery] | None
 
     def kept(self) -> SaveJob:
         """Return the job with memory of its own, for which leaves may change or go; see `shards.kept`.
@@ -167,7 +159,7 @@ class SaveJob:
             # A process that fails before its part of the programs would leave the others waiting in theirs.
             if self.deliveries is not None:
                 return Shards((), received(self.deliveries, self.request.active.rank))
-            return kept(self.shards.groups, copied_later=self.store.is_local)
+            return kept(self.shards.groups, copied_later=self.files.store.is_local)
 
         # Before a process begins to write, all have the memory.
         with collectives.ended_by_sigterm():
@@ -189,27 +181,27 @@ class SaveJob:
             stack.callback(withdraw, f"{self.key}/sums")
             progress = stack.enter_context(passing(request.options.progress))
             # Before a process makes a file, all have seen which files were there, and the old ones are kept.
-            files = step(f"{self.key}/begun", partial(self._begin, stack))
-            writer = stack.enter_context(self._writer(files))
+            step(f"{self.key}/begun", partial(self._begin, stack))
+            writer = stack.enter_context(self._writer())
             # Before anything says what the files are, all bytes are there.
             step(f"{self.key}/data", partial(self._write_data, writer, progress))
             complete = self._complete_files
             if isinstance(writer, WholeFileWriter):
                 complete = self._complete_objects
                 # Before an object appears that is a checkpoint by itself, the model's files are there.
-                step(f"{self.key}/record", active.by_primary(partial(self._announce_objects, files)))
+                step(f"{self.key}/record", active.by_primary(self._announce_objects))
                 # Before the index names objects, all have appeared.
                 step(f"{self.key}/objects", partial(writer.finish, self.numbers))
             if not active.is_primary:
-                files.names.clear()  # from here on, the primary process takes all files back, or none
+                self.files.names.clear()  # from here on, the primary process takes all files back, or none
             # Before a process says that the save is complete, it is.
-            step(f"{self.key}/facts", active.by_primary(partial(complete, files)))
+            step(f"{self.key}/facts", active.by_primary(complete))
         seconds = time.perf_counter() - started
         jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
         logger.info(
             "Saved %d tensors to %s: %d bytes written here in %d requests, %.2f s, %.2f GB/s",
             sum(len(self.layout.files[number][1].tensors) for number in self.numbers),
-            self.path,
+            self.files.path,
             writer.counters.nbytes,
             writer.counters.num_requests,
             seconds,
@@ -220,8 +212,8 @@ class SaveJob:
     def _replaces(self) -> bool:
         return self.request.existing == "replaced"
 
-    def _writer(self, files: NewFiles) -> Writer:
-        store, options = files.store, self.request.options
+    def _writer(self) -> Writer:
+        store, options = self.files.store, self.request.options
         requests = store.cost.affordable(options.threads or store.cost.requests, options.in_flight_bytes)
         _, requests_each = files_at_once(requests)
 
@@ -231,21 +223,18 @@ class SaveJob:
             # sent.
             waits = len(self.layout.files) == 1
             sync = options.fsync if store.is_local else waits
-            file = store.create(files.path_of(name), header.file_bytes, requests_each, sync=sync)
+            file = store.create(self.files.path_of(name), header.file_bytes, requests_each, sync=sync)
             if not store.is_local:
                 file.write(0, [memoryview(header.encoded)])
             return file
 
         return (Writer if store.is_local else WholeFileWriter)(create, requests, Sums(with_gaps=True))
 
-    def _begin(self, stack: contextlib.ExitStack) -> NewFiles:
+    def _begin(self, stack: contextlib.ExitStack) -> None:
         """Look at what is in the directory; `stack` then takes back what a save that fails adds to it."""
-        request, names = self.request, [name for name, _ in self.layout.files]
-        files = NewFiles(self.store, self.path, [names[number] for number in self.numbers], request.options)
-        stack.enter_context(files)
-        if self._replaces and request.active.is_primary:
-            files.keep_old(frozenset(names))
-        return files
+        stack.enter_context(self.files)
+        if self._replaces and self.request.active.is_primary:
+            self.files.keep_old(frozenset(name for name, _ in self.layout.files))
 
     def _write_data(self, writer: Writer, progress: Progress | None) -> None:
         """Write the shards of this process, and post what it knows of the checksums."""
@@ -283,24 +272,24 @@ class SaveJob:
         """Return the checksums of all files by name: remainders of parts of a tensor add up."""
         texts = posted(f"{self.key}/sums", self.request.active)
         parts = [np.frombuffer(zlib.decompress(bytes.fromhex(text)), np.uint32) for text in texts]
-        file_fingerprints = fingerprints(self.layout)
         remainders = iter(np.bitwise_xor.reduce(parts).tolist())
         return {
             name: FileChecksums(
-                file_fingerprints[name],
+                self.layout.fingerprints[name],
                 {tensor: crc_of(next(remainders), entry.nbytes) for tensor, entry in header.tensors.items()},
             )
             for name, header in self.layout.files
         }
 
-    def _write_model_files(self, files: NewFiles) -> None:
+    def _write_model_files(self) -> None:
+        files = self.files
         files.names.update(self.model_files.names)
-        self.model_files.write(files.store, files.path, fingerprints(self.layout), sync=self.request.options.fsync)
+        self.model_files.write(files.store, files.path, self.layout.fingerprints, sync=self.request.options.fsync)
 
-    def _complete_files(self, files: NewFiles) -> None:
+    def _complete_files(self) -> None:
         """Write what follows from the tensors, and headers last: the last of them makes the files a checkpoint."""
-        store, sync = files.store, self.request.options.fsync
-        self._write_model_files(files)
+        files, sync = self.files, self.request.options.fsync
+        self._write_model_files()
         files.write(CHECKSUMS_NAME, encode(self._checksums()))
         if self.index is not None:
             below = [files.path_of(name) for name in (DATA_DIRECTORY, ARRAYS_DIRECTORY)]
@@ -308,9 +297,14 @@ class SaveJob:
                 with storage_errors(f"{path}: cannot be made", OSError):
                     os.makedirs(path, exist_ok=True)
             renamed = {TREE_FILE: _UNFINISHED}
-            self.index.write(files.path, lambda name, content: files.write(renamed.get(name, name), content))
+            self.index.write(
+                files.path,
+                self.layout,
+                self.places,
+                lambda name, content: files.write(renamed.get(name, name), content),
+            )
             for path in below if sync else ():
-                store.sync(path)
+                files.store.sync(path)
         if self.layout.index is not None:
             files.write(INDEX_NAME, self.layout.index.encode())
         for name, header in self.layout.files:
@@ -318,30 +312,30 @@ class SaveJob:
         if self.index is not None and self.index.tree is not None:
             rename(files.path_of(_UNFINISHED), files.path_of(TREE_FILE))
         if sync:
-            store.sync(files.path)
+            files.store.sync(files.path)
 
-    def _announce_objects(self, files: NewFiles) -> None:
-        files.names.update(name for name, _ in self.layout.files)  # of all processes
+    def _announce_objects(self) -> None:
+        self.files.names.update(name for name, _ in self.layout.files)  # of all processes
         if self._replaces:
-            files.unmark()
+            self.files.unmark()
         else:
-            self._write_model_files(files)
+            self._write_model_files()
 
-    def _complete_objects(self, files: NewFiles) -> None:
+    def _complete_objects(self) -> None:
         """Write what follows from the tensors.
 
         The index of several files is last, or first if it takes the place of another one. A record of what is there
         then saves readers requests.
         """
-        index, names = self.layout.index, [name for name, _ in self.layout.files]
+        files, index, names = self.files, self.layout.index, [name for name, _ in self.layout.files]
         if self._replaces:
             weight_map = {tensor: name for name, header in self.layout.files for tensor in header.tensors}
             files.replace_index(Index(weight_map, {}) if index is None else index)
         files.write(CHECKSUMS_NAME, encode(self._checksums()))
         if self._replaces:
-            self._write_model_files(files)
+            self._write_model_files()
         if self.index is not None:
-            self.index.write(files.path, files.write)
+            self.index.write(files.path, self.layout, self.places, files.write)
         if index is not None:
             files.write(INDEX_NAME, index.encode())
         if self._replaces:

@@ -47,8 +47,6 @@ class NewDirectory(Workspace):
         if self._force:
             check_kept(path, *self._sources)
 
-    check_place = check_free
-
     def _make(self) -> None:
         """Delete what killed saves have left; Orbax makes the directory."""
         for left in (self._temporary, self._beside):

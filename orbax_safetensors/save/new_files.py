@@ -34,41 +34,6 @@ from orbax_safetensors.storage.store import Stamp, Store, find_small, write_smal
 _MARKS = (INDEX_NAME, FINISHED_FILE)
 
 
-def make_room(store: Store, directory: str, existing: Existing) -> None:
-    """Make sure that a save to `directory` meets no file of another save; one process calls it before any write.
-
-    Raises `StorageError` if there is such a file and `existing` is not "replaced", or if nothing can be written there.
-    """
-    if store.is_local:  # a file system
-        try:
-            directory.encode()
-        except UnicodeEncodeError as error:  # Orbax writes the path into a file at the end, and would fail
-            raise StorageError(f"{directory}: nothing can be saved at a path that is not UTF-8") from error
-        if existing == "replaced":
-            raise StorageError(f"{directory}: is replaced as a whole, by SafetensorsCheckpointer or save")
-        # Orbax deletes what a killed save has left in a temporary directory, perhaps in the background.
-        if not os.path.isdir(directory) or ocp.path.atomicity.TMP_DIR_SUFFIX in directory:
-            return
-    if not store.writes:
-        raise StorageError(f"{directory}: {READ_ONLY}")
-    if existing == "replaced":
-        store.delete(directory, ())  # raises if all of a bucket is to be replaced
-        return
-    names = list(store.list(directory) or ())
-    in_the_way = names if existing == "refused" else _of_checkpoints(names)
-    if in_the_way:
-        instead = "delete these files, or save elsewhere"
-        if existing == "refused":
-            instead = "save elsewhere, or with force=True, which replaces all that is there"
-        raise StorageError(f"{directory}: already exists, and holds {some(in_the_way)}; {instead}")
-
-
-def _of_checkpoints(names: Sequence[str]) -> list[str]:
-    """Return the names that a reader would take for files of a checkpoint."""
-    files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")]
-    return files + [name for name in names if name.startswith(INDEX_NAMES) and name not in files]
-
-
 class NewFiles:
     """A context in which files are made. If it ends with an error, those that were not there before are deleted.
 
@@ -87,6 +52,35 @@ class NewFiles:
         self._before: Mapping[str, Stamp] = {}
         self._marks: dict[str, bytes] | None = None
         self._is_replaced = False
+
+    def check_room(self, existing: Existing) -> None:
+        """Raise `StorageError` if there are files of another save, and `existing` is not "replaced"; write nothing.
+
+        One process calls this before any write. Raises `StorageError` also if nothing can be written there.
+        """
+        store, path = self.store, self.path
+        if store.is_local:  # a file system
+            try:
+                path.encode()
+            except UnicodeEncodeError as error:  # Orbax writes the path into a file at the end, and would fail
+                raise StorageError(f"{path}: nothing can be saved at a path that is not UTF-8") from error
+            if existing == "replaced":
+                raise StorageError(f"{path}: is replaced as a whole, by SafetensorsCheckpointer or save")
+            # Orbax deletes what a killed save has left in a temporary directory, perhaps in the background.
+            if not os.path.isdir(path) or ocp.path.atomicity.TMP_DIR_SUFFIX in path:
+                return
+        if not store.writes:
+            raise StorageError(f"{path}: {READ_ONLY}")
+        if existing == "replaced":
+            store.delete(path, ())  # raises if all of a bucket is to be replaced
+            return
+        names = list(store.list(path) or ())
+        in_the_way = names if existing == "refused" else _of_checkpoints(names)
+        if in_the_way:
+            instead = "delete these files, or save elsewhere"
+            if existing == "refused":
+                instead = "save elsewhere, or with force=True, which replaces all that is there"
+            raise StorageError(f"{path}: already exists, and holds {some(in_the_way)}; {instead}")
 
     def __enter__(self) -> Self:
         with contextlib.suppress(MissingError):  # the first write says so
@@ -162,3 +156,9 @@ class NewFiles:
         others = [name for name in self.store.below(self.path) if name not in self.names]
         self.store.delete(self.path, [name for name in others if not name.endswith(INDEX_SUFFIX)])
         self.store.delete(self.path, others)
+
+
+def _of_checkpoints(names: Sequence[str]) -> list[str]:
+    """Return the names that a reader would take for files of a checkpoint."""
+    files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")]
+    return files + [name for name in names if name.startswith(INDEX_NAMES) and name not in files]

@@ -12,8 +12,10 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import weakref
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
@@ -34,18 +36,26 @@ class Workspace:
     Attributes:
       destination: where it will be.
       path: where it is until then.
-      record: JSON by which a later run knows what was begun.
       locked: the file to lock; None on an object store.
     """
 
     destination: str
     path: str
-    record: Mapping[str, Any]
     locked: str | None = None
     # For messages: what is written, and from what else it may have been begun.
     kind = "conversion"
     other = "another source, or with other arguments"
     _lock: Lock | None = None
+
+    @cached_property
+    def run(self) -> str:
+        """Distinguishes this run from all others. Processes that write together set the same before they begin."""
+        return secrets.token_hex(8)
+
+    @cached_property
+    def record(self) -> Mapping[str, Any]:
+        """JSON by which a later run knows what was begun."""
+        raise NotImplementedError
 
     def begin(self, *, resume: bool) -> None:
         """Begin anew, or with `resume` go on with what was begun with the same `record`, if there is such.
@@ -81,7 +91,9 @@ class Workspace:
 
     def check_place(self) -> None:
         """Raise the `StorageError` of `begin` if something is in the way, also of what is unfinished; write nothing."""
-        raise NotImplementedError
+        if self.locked is not None:
+            check_makeable(self.path)
+        self.check_free()
 
     def check(self) -> None:
         """Raise `StorageError` if another run has begun since, as far as that can be seen."""

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
@@ -26,6 +28,12 @@ class Files:
     locations: Mapping[str, Location]
     views: Mapping[str, View]
 
+    @classmethod
+    def of(cls, layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Files:
+        """Return files of whole tensors, which are the leaves."""
+        views = {name: View.tensor(name, leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+        return cls(layout, locations(layout), views)
+
     @property
     def planned(self) -> tuple[PlannedFile, ...]:
         """The names and sizes of the files."""
@@ -44,11 +52,6 @@ class Files:
         for unit in units:
             hashed.update(repr(unit).encode("utf-8", "backslashreplace"))
         return hashed.hexdigest()
-
-
-def whole(layout: Layout, views: Mapping[str, View]) -> Files:
-    """Return files of whole tensors; `views` are views of these."""
-    return Files(layout, locations(layout), views)
 
 
 def in_pieces(

@@ -6,8 +6,8 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Self
 
 import numpy as np
 
@@ -15,9 +15,7 @@ from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.tiling import storage_order
-from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.local import LocalStore
-from orbax_safetensors.storage.paths import is_below
 from orbax_safetensors.storage.store import NewFile, write_small
 from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_tiles, pace
@@ -31,6 +29,8 @@ from orbax_safetensors.transfer.writer import Writer
 
 class FilesSink(Sink):
     """Files in a directory, into which every process writes its tiles."""
+
+    workspace: PartialDirectory
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class FilesSink(Sink):
         grains = {name: (1,) * leaf.ndim for name, leaf in source.leaves.items()}
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
         self.units = [(bundle,) for bundle in bundles(source, grains, orders, groups, memory_bytes)]
-        self._source, self._files, self._model_files = source, files, model_files
+        self.workspace = PartialDirectory(path, partial(files.digest, source.identity, model_files, self.units))
+        self._files, self._model_files = files, model_files
         self._store = LocalStore()
         self._threads = pace(self._store.cost, memory_bytes).requests
         self._writer = Writer(self._create, self._threads)
@@ -60,37 +61,13 @@ class FilesSink(Sink):
         self._created = threading.Event()  # a file was created whose name may not be on the disk
         self._recording = threading.Lock()
 
-    def begin(self, *, resume: bool) -> Self:
-        """See `Sink`."""
-        self._numbers = {tile: number for number, tile in enumerate(chain(*chain(*self.units)))}
-
-        def plan() -> str:
-            digest = self._files.digest(self._source.identity, self._model_files, self.units)
-            self.workspace = self._directory = PartialDirectory(self.path, digest, self._run)
-            self._check_outside(self._directory)
-            return digest
-
-        self._start("convert", plan, resume=resume)
-        return self
-
-    def check_place(self) -> None:
-        """See `Sink`."""
-        directory = PartialDirectory(self.path, "", "")
-        self._check_outside(directory)
-        directory.check_place()
-
-    def _check_outside(self, directory: PartialDirectory) -> None:
-        if is_below(self._source.path, directory.path):
-            raise StorageError(
-                f"{self._source.path}: is in {directory.path}, which is what becomes {self.path}; move it away"
-            )
-
     def _open(self) -> None:
-        self._directory.open(self._process)
+        self._numbers = {tile: number for number, tile in enumerate(chain(*chain(*self.units)))}
+        self.workspace.open(self._process)
 
     def _see(self) -> str:
         # Processes share the rest. A network file system may show one of them less; then no process moves some.
-        self._done = self._directory.done()
+        self._done = self.workspace.done()
         return hashlib.sha256(repr(sorted(self._done)).encode()).hexdigest()
 
     def has(self, unit: int) -> bool:
@@ -103,7 +80,7 @@ class FilesSink(Sink):
         return file
 
     def _path(self, number: int) -> str:
-        return os.path.join(self._directory.directory, self._files.layout.files[number][0])
+        return os.path.join(self.workspace.directory, self._files.layout.files[number][0])
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `Sink`. The disk has the tiles before the record has them, so the record never says too much.
@@ -112,7 +89,7 @@ class FilesSink(Sink):
         after a failure, which may concern bytes of another thread's batch, nothing is recorded.
         """
         self.check_others()
-        self._directory.check()
+        self.workspace.check()
         blocks, plan = self._planned(tiles, [array.dtype for array in arrays])
         try:
             self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
@@ -128,8 +105,8 @@ class FilesSink(Sink):
         self._writer.sync(files)
         if self._created.is_set():
             self._created.clear()  # before the sync, because a thread may create a file meanwhile
-            self._store.sync(self._directory.directory)
-        self._directory.add([self._numbers[tile] for tile in tiles])
+            self._store.sync(self.workspace.directory)
+        self.workspace.add([self._numbers[tile] for tile in tiles])
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
         """See `Sink`. Files have their final paths."""
@@ -145,7 +122,7 @@ class FilesSink(Sink):
     def _flush(self) -> None:
         """Close the files and the record; a failed write may become known only then."""
         try:
-            self._directory.close()
+            self.workspace.close()
         finally:
             self._writer.close()
 
@@ -156,9 +133,9 @@ class FilesSink(Sink):
 
         All bytes are on the disk before the directory has that name.
         """
-        directory = self._directory.directory
-        self._directory.check_complete(len(self._numbers))
-        self._model_files.write(self._store, directory, fingerprints(self._files.layout))
+        directory = self.workspace.directory
+        self.workspace.check_complete(len(self._numbers))
+        self._model_files.write(self._store, directory, self._files.layout.fingerprints)
         if (index := self._files.layout.index) is not None:
             write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):
@@ -166,7 +143,7 @@ class FilesSink(Sink):
             size = os.stat(self._path(number)).st_size
             if size != header.file_bytes:
                 raise StorageError(f"{self._path(number)}: expected {header.file_bytes} bytes, found {size}")
-        self._directory.finish()
+        super()._finish()
 
     def _release(self) -> None:
         try:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from math import prod
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +31,6 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.orbax_store.index_note import fingerprints
-from orbax_safetensors.storage.paths import is_below
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
@@ -56,6 +54,7 @@ _MAX_RECORD_BYTES = 1 << 20
 class ObjectsSink(Sink):
     """A directory of objects, of which this process writes some alone."""
 
+    workspace: UnfinishedObjects
     writers = 1  # the bytes of an object come in their order
 
     def __init__(
@@ -71,6 +70,9 @@ class ObjectsSink(Sink):
         check_tiles(source, interleaved(files.views), memory_bytes)
         self.path, self.files = path, files.planned
         self.batch_bytes = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
+        # A file that is there is whole, however it was cut into tiles.
+        digest = partial(files.digest, source.identity, model_files, ())
+        self.workspace = UnfinishedObjects(store, path, files, model_files, digest)
         self._source, self._store, self._files, self._model_files = source, store, files, model_files
         file_units = list(_file_units(files, source, self.batch_bytes))
         self.units = [unit for unit, _ in file_units]
@@ -90,37 +92,8 @@ class ObjectsSink(Sink):
         # For `traffic` only.
         self._kept_bytes = self._part_bytes = 0
 
-    @cached_property
-    def _digest(self) -> str:
-        # A file that is there is whole, however it was cut into tiles.
-        return self._files.digest(self._source.identity, self._model_files, ())
-
-    @cached_property
-    def _unfinished(self) -> UnfinishedObjects:
-        return UnfinishedObjects(self._store, self.path, self._files, self._model_files, self._digest)
-
-    def begin(self, *, resume: bool) -> Self:
-        """See `Sink`."""
-
-        def plan() -> str:
-            self._check_outside()
-            self.workspace = self._unfinished
-            return self._digest
-
-        self._start("convert", plan, resume=resume)
-        return self
-
-    def check_place(self) -> None:
-        """See `Sink`."""
-        self._check_outside()
-        self._unfinished.check_place()
-
-    def _check_outside(self) -> None:
-        if is_below(self._source.path, self.path):
-            raise StorageError(f"{self._source.path}: is in {self.path}, the destination")
-
     def _see(self) -> str:
-        self._done = self._unfinished.done()
+        self._done = self.workspace.done()
         return repr(sorted(self._done))
 
     def has(self, unit: int) -> bool:
@@ -204,7 +177,7 @@ class ObjectsSink(Sink):
         self._writer.finish(files)
 
     def _finish(self) -> None:
-        self._model_files.write(self._store, self.path, fingerprints(self._files.layout))
+        self._model_files.write(self._store, self.path, self._files.layout.fingerprints)
         self._write_kept([unit for unit in self._expected if unit == self.last])
         super()._finish()
 
@@ -216,15 +189,22 @@ class ObjectsSink(Sink):
 class UnfinishedObjects(Workspace):
     """An unfinished conversion in a directory."""
 
-    def __init__(self, store: Store, path: str, files: Files, model_files: ModelFiles, digest: str) -> None:
-        """Touch nothing. `digest` identifies the content that is written."""
+    def __init__(
+        self, store: Store, path: str, files: Files, model_files: ModelFiles, digest: Callable[[], str]
+    ) -> None:
+        """Touch nothing. `digest` returns what identifies the content that is written."""
         self._store, self._layout = store, files.layout
         self.destination = self.path = path
         self._names = [name for name, _ in files.layout.files]
         self._all_names = sorted({*self._names, *model_files.names, INDEX_NAME})
         self._last_name = self._names[-1] if files.layout.index is None else INDEX_NAME
         self._record_path = posixpath.join(path, self._last_name)
-        self.record = {"unfinished": digest, "names": self._all_names}
+        self._digest = digest
+
+    @cached_property
+    def record(self) -> Mapping[str, Any]:
+        """See `Workspace`."""
+        return {"unfinished": self._digest(), "names": self._all_names}
 
     def check_place(self) -> None:
         """See `Workspace`."""

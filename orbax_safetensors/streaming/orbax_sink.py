@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import posixpath
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,16 +68,6 @@ class OrbaxSink(Sink):
             )
             for name, leaf in self._leaves.items()
         )
-
-    def check_place(self) -> None:
-        """See `Sink`."""
-        self.workspace.check_place()
-
-    def begin(self, *, resume: bool) -> Self:
-        """See `Sink`."""
-        digest = hashlib.sha256(json.dumps(self.workspace.record).encode()).hexdigest()
-        self._start("orbax", lambda: digest, resume=resume)
-        return self
 
     def _open(self) -> None:
         self._stores = self.workspace.named(lambda item: item.open(self._process == 0))

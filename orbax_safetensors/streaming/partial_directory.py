@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TextIO
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
+from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.replace import remove
 from orbax_safetensors.storage.workspace import Workspace, taken
 
@@ -31,22 +32,33 @@ _RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
 class PartialDirectory(Workspace):
     """One process calls the methods of `Workspace` and `check_complete`; all processes call the others."""
 
-    def __init__(self, destination: str, digest: str, run: str) -> None:
-        """Touch nothing. `digest` identifies the content that is written, `run` this run."""
+    def __init__(self, destination: str, digest: Callable[[], str]) -> None:
+        """Touch nothing. `digest` returns what identifies the content that is written; that may take long."""
         self.destination = destination
         self.path = f"{self.destination}.partial"
         self.locked = f"{self.path}.lock"
-        self._run_path = os.path.join(self.path, f"{_RUN}{run}")
-        self.directory = os.path.join(self._run_path, _FILES)
-        self.record = {"digest": digest}
+        self._digest = digest
         self._begun_run = ""  # the run of which this one takes up the files
         self._store = LocalStore()
         self._done: TextIO | None = None
 
+    @cached_property
+    def record(self) -> Mapping[str, Any]:
+        """See `Workspace`."""
+        return {"digest": self._digest()}
+
+    @property
+    def _run_path(self) -> str:
+        return os.path.join(self.path, f"{_RUN}{self.run}")
+
+    @property
+    def directory(self) -> str:
+        """Where the files are until they become the destination."""
+        return os.path.join(self._run_path, _FILES)
+
     def check_place(self) -> None:
         """See `Workspace`. Links are not followed."""
-        check_makeable(self.path)
-        self.check_free()
+        super().check_place()
         self._check_directory(self.path)
         for run in self._runs():
             self._check_directory(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +34,7 @@ class Sink:
 
     Attributes:
       path: where the checkpoint will be.
-      workspace: where it is until then; there is one once all have planned.
+      workspace: where it is until then.
       units: the units of work that processes share.
       last: the number of the unit that is written when all others are, if there is one.
       batch_bytes: the bytes that move at once.
@@ -61,19 +60,27 @@ class Sink:
         """The arrays of a checkpoint of Orbax; empty for safetensors files."""
         return ()
 
-    def check_place(self) -> None:
-        """Raise `StorageError` if something is in the way; touch nothing."""
-        raise NotImplementedError
-
     def begin(self, *, resume: bool) -> Self:
-        """Begin the checkpoint. Every process calls this.
+        """Begin the checkpoint. Every process calls this, with a sink of the same content.
 
         With `resume`, go on with the unfinished checkpoint of a sink of the same content, if there is one.
 
         Raises `StorageError` if something is in the way, and `TensorMismatchError` if something else was begun there;
         in every process, before anything is written.
         """
-        raise NotImplementedError
+        self._key = new_key("sink", self.path)
+        self._looked = time.monotonic()
+        self._process = jax.process_index()
+        self.workspace.run = all_gather(f"{self._key}/run", self.workspace.run)[0]
+        try:
+            begin = ActiveProcesses.all().by_primary(partial(self.workspace.begin, resume=resume))
+            together(f"{self._key}/begin", begin)
+            together(f"{self._key}/open", self._open)
+            together(f"{self._key}/see", self._see, str)
+        except BaseException:
+            self._release()
+            raise
+        return self
 
     def has(self, unit: int) -> bool:
         """Return whether a unit was written before this run, which resumes another."""
@@ -106,8 +113,8 @@ class Sink:
             self._finish()
 
         try:
-            self._step("tiles", self._flush)
-            self._step("finish", ActiveProcesses.all().by_primary(finish))
+            together(f"{self._key}/tiles", self._flush)
+            together(f"{self._key}/finish", ActiveProcesses.all().by_primary(finish))
         finally:
             self._release()
 
@@ -144,25 +151,6 @@ class Sink:
             self._release()
 
     # Each sink defines these steps.
-
-    def _start(self, purpose: str, plan: Callable[[], str], *, resume: bool) -> None:
-        """Begin in all processes. `plan` must return the same text in each, and must not change any files."""
-        self._key = new_key(purpose, self.path)
-        self._looked = time.monotonic()
-        self._process = jax.process_index()
-        # Distinguishes this run from all others; the same in all processes.
-        self._run = all_gather(f"{self._key}/run", secrets.token_hex(8))[0]
-        self._step("plan", plan, str)
-        try:
-            self._step("begin", ActiveProcesses.all().by_primary(partial(self.workspace.begin, resume=resume)))
-            self._step("open", self._open)
-            self._step("see", self._see, str)
-        except BaseException:
-            self._release()
-            raise
-
-    def _step(self, name: str, do: Callable[[], object], facts: Callable[[object], str] | str = "") -> None:
-        together(f"{self._key}/{name}", do, facts)
 
     def _open(self) -> None:
         """Open the place that the first process has made."""

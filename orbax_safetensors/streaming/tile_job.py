@@ -5,6 +5,8 @@ One batch of tiles is read while the ones before are written.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,13 +34,18 @@ class TileJob:
         """Touch nothing. `use` is the family whose tree is read or written."""
         self.source, self.sink, self.use = source, sink, use
 
+    @property
+    def digest(self) -> str:
+        """A digest of what is written, equal in all processes that see the same source."""
+        return hashlib.sha256(json.dumps(self.sink.workspace.record).encode()).hexdigest()
+
     def plan(self, process_count: int, *, all_processes: bool = False) -> ConversionPlan:
         """Return the cost of `run` for `process_count` processes; see `plan_restore`.
 
         Raises the errors of `run` if something is in the way at the destination.
         """
         source, sink = self.source, self.sink
-        sink.check_place()
+        sink.workspace.check_place()
         return ConversionPlan(
             sink.path,
             process_count,

@@ -181,3 +181,19 @@ def test_statistics_have_one_name(cli, model):
     result = cli("inspect", model, "--stats", "model.embd")
     assert (result.status, result.out) == (1, "")
     assert "has no array 'model.embd' (nearest: 'model.embed')" in result.err
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        ("ct-int4-g128-asym", {"int4, group 128"}),
+        ("ct-mxfp8", {"MXFP8, group 32"}),
+        ("mxfp8-method", {"MXFP8, group 32"}),
+        ("ct-fp8-channel-dynamic", {"fp8, channel"}),
+        ("ct-nvfp4", {"NVFP4, group 16"}),
+        ("bnb-nf4-double", {"bitsandbytes 4 bits, group 64"}),
+    ],
+)
+def test_formats_of_quantised_tensors(cli, checkpoint, expected):
+    tensors = json.loads(cli("inspect", TESTDATA / "quantized" / checkpoint, "--json").out)["tensors"]
+    assert {tensor["quantized"] for tensor in tensors} - {None} == expected

@@ -15,6 +15,7 @@ from orbax_safetensors.geometry.coalesce import Gather
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan, Traffic, traffic_of
+from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.files_sink import FilesSink
 from orbax_safetensors.streaming.orbax_sink import OrbaxSink
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
@@ -344,3 +345,11 @@ def test_every_thread_has_a_buffer_even_if_only_one_writes():
     plan = TransferPlan((), (), (), (Gathered(0, 0, gather),))
     traffic = traffic_of(plan, ["file"], 3, streams=1)
     assert (traffic.staging_bytes, traffic.streams) == (3 * 7, 1)
+
+
+def test_a_plan_hashes_no_tiles(tmp_path, monkeypatch):
+    """That takes long for many of them, and only a run records them."""
+    monkeypatch.setattr(Files, "digest", lambda *_: 1 / 0)
+    assert sum(cost.nbytes for cost in ost.plan_reshard(HF, tmp_path / "to", memory_bytes=SMALL).processes) == NBYTES
+    with pytest.raises(ost.StorageError, match="ZeroDivisionError"):
+        ost.reshard(HF, tmp_path / "to", memory_bytes=SMALL)

@@ -108,10 +108,13 @@ def test_something_else_where_the_work_is_done(beside, source, tmp_path):
     staging.mkdir()
     (staging / "mine").touch()
     before = content(tmp_path)
-    refused(
-        ost.StorageError, r"link: is not an unfinished link; move it away", source, None if beside else tmp_path / "to"
-    )
+    to = None if beside else tmp_path / "to"
+    refused(ost.StorageError, r"link: is not an unfinished link, it holds 'mine'; move it away", source, to)
     assert content(tmp_path) == before
+    shutil.rmtree(staging)
+    staging.touch()
+    refused(ost.StorageError, r"link: is a file and not an unfinished link; move it away", source, to)
+    assert staging.read_bytes() == b""
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from etils import epath
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.cli.main import main
-from orbax_safetensors.link.link_job import LinkJob
 from orbax_safetensors.link.staging import ObjectStaging
 from orbax_safetensors.orbax_store import directories, open_orbax
 from tests.support import stock_links
@@ -339,13 +339,13 @@ def test_verify_finds_what_has_changed(url, objects, tmp_path):
 
 
 def test_verify_finds_wrong_addresses(url):
-    locate = LinkJob._locate
+    location = Checkpoint.location
 
     def further(self, tensor):
-        file, begin = locate(self, tensor)
-        return file, begin + 1
+        found = location(self, tensor)
+        return found._replace(begin=found.begin + 1)
 
-    with mock.patch.object(LinkJob, "_locate", further):
+    with mock.patch.object(Checkpoint, "location", further):
         ost.link(url)
     assert "of no tensor" in str(ost.verify(url)[-1])
 

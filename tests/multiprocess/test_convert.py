@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import orbax.checkpoint as ocp
 import pytest
 
@@ -42,7 +44,8 @@ def together(tmp_path_factory):
         else:
             make_source("to_orbax", own / "hf")
             make_source("to_safetensors", own / "from")
-            make_source("to_orbax", own / "hf2")
+            for copy in ("hf2", "elsewhere/hf"):
+                shutil.copytree(own / "hf", own / copy)
     told = launch("tests.multiprocess.workers_convert:run", str(root), processes=PROCESSES, devices=1)
     return lambda function: (root / function.__name__, [of_process[function.__name__] for of_process in told])
 
@@ -122,8 +125,11 @@ def test_processes_that_do_not_mean_the_same(together):
         for kind in BOTH:
             assert "nothing" in of_process[f"{kind} missing"]
             assert "process 2" in of_process[f"{kind} other"]
+            assert of_process[f"{kind} files"].startswith("TensorMismatchError: process 2 ")
+            assert "does not see the same files" in of_process[f"{kind} files"]
             assert "gs:/to: is what pathlib makes of gs://to" in of_process[f"{kind} no path"]
     for kind in BOTH:
         assert not opens(kind, root / f"{kind} missing")
         assert not opens(kind, root / f"{kind} other")
+        assert not list(root.glob(f"{kind} files*"))
     assert ost.verify(root / "hf") == []

@@ -127,12 +127,6 @@ def test_a_process_that_fails_fails_all(together, name, process, why):
     is_not_there(root / name)
 
 
-def test_trees_that_differ(together):
-    root, found = together
-    assert all("does not do the same as process 0" in one["trees_that_differ"] for one in found)
-    assert not (root / "trees_that_differ").exists()
-
-
 def test_a_step_that_is_there(together):
     root, found = together
     assert all("/0: already exists; choose" in one["a_step_that_is_there"] for one in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -152,7 +153,10 @@ def cannot_flush(root: str) -> list[Any]:
 
 
 def disagree(root: str) -> dict[str, str]:
-    """One process has a source that is not there, a destination that is no path, or asks for something else."""
+    """One process has a source that is not there, a destination that is no path, or asks for something else.
+
+    Or, with the same arguments, it sees other files.
+    """
     told = {}
     last = jax.process_index() == jax.process_count() - 1
     for kind in BOTH:
@@ -165,6 +169,11 @@ def disagree(root: str) -> dict[str, str]:
                 CALLS[kind](Path(root) / source, "gs:/to" if no_path else Path(root) / f"{kind} {name}")
             except ost.SafetensorsError as error:
                 told[f"{kind} {name}"] = f"{type(error).__name__}: {error}"
+        with contextlib.chdir(Path(root) / "elsewhere" if last else root):
+            try:
+                CALLS[kind]("/proc/self/cwd/hf", Path(root) / f"{kind} files")
+            except ost.SafetensorsError as error:
+                told[f"{kind} files"] = f"{type(error).__name__}: {error}"
     return told
 
 

@@ -27,6 +27,7 @@ def run(root: str) -> dict[str, Any]:
     out["exists"] = _failure(Path(root, "model"), Path(root, "gemma2"))
     last = jax.process_index() == jax.process_count() - 1
     out["disagree"] = _failure(Path(root, "model"), Path(root, "to"), chunk_bytes=2**20 if last else 2**21)
+    out["disagree_on_resume"] = _failure(Path(root, "model"), Path(root, "to"), resume=last)
     out["left"] = Path(root, "to.link").exists()
     out["full"] = _full(root)
     out["resumed"] = _linked(Path(root, "model"), Path(root, "to"), family=FAMILY, resume=True)

@@ -162,7 +162,7 @@ def test_metadata(tmp_path):
     found = metadata.tree["params"]["kernel"]
     assert (found.shape, found.dtype) == ((8, 12), BF16)
     assert found.storage.chunk_shape == found.storage.write_shape == (4, 3)
-    assert found.sharding == named_sharding(MESH, ("x", "y"))
+    assert found.sharding == named_sharding(tuple(MESH.items()), ("x", "y"))
     assert open_orbax(tmp_path).tree_custom_metadata == {"of": ["the", "item"]}
 
 

@@ -20,6 +20,7 @@ from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.devices import sharding as arrays
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.format.layout import file_names
+from orbax_safetensors.mapping import registry
 from orbax_safetensors.save import writers
 from orbax_safetensors.save.contents import Contents
 from orbax_safetensors.storage import upload
@@ -71,7 +72,8 @@ def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_
         )
         for name, view in checkpoint.leaves.items()
     }
-    given, tensors = mapped.stored_leaves(leaves_of(tree, None), family, variant, read_config(checkpoint))
+    config = read_config(checkpoint)
+    given, tensors = mapped.stored_leaves(leaves_of(tree, None), registry.find(family, config), variant, config)
     layout = Contents(tree, given, tensors, {"format": "pt"}, ModelFiles()).layout(max_file_bytes, 64)
     with monkeypatch.context() as patched:
         patched.setattr(writers, "holders", holders)

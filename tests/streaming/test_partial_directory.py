@@ -1,6 +1,5 @@
 """The directory of a conversion that is not finished: what may be in its place, and what is never deleted."""
 
-import itertools
 import json
 import os
 import shutil
@@ -30,13 +29,10 @@ class Run(PartialDirectory):
         self.release()
 
 
-runs = (f"{number:016x}" for number in itertools.count())
-
-
 @pytest.fixture
 def draft(tmp_path):
     """A function that makes one, of a run of its own."""
-    return lambda name="to": Run(str(tmp_path / name), "of this", next(runs))
+    return lambda name="to": Run(str(tmp_path / name), lambda: "of this")
 
 
 def begun(draft, tiles=()):

@@ -77,7 +77,7 @@ def leaf_of(name):
     parts = [1 if part is None else np.prod([MESH[axis] for axis in np.atleast_1d(part)]) for part in spec]
     parts += [1] * (len(shape) - len(parts))
     chunks = tuple(size // int(part) for size, part in zip(shape, parts, strict=True))
-    return OrbaxLeaf(shape, dtype, chunks, sharding=named_sharding(MESH, spec))
+    return OrbaxLeaf(shape, dtype, chunks, sharding=named_sharding(tuple(MESH.items()), spec))
 
 
 def index(box):
