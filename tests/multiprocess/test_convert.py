@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import orbax.checkpoint as ocp
 import pytest
 
@@ -42,9 +44,8 @@ def together(tmp_path_factory):
         else:
             make_source("to_orbax", own / "hf")
             make_source("to_safetensors", own / "from")
-            make_source("to_orbax", own / "hf2")
-            (own / "elsewhere").mkdir()
-            make_source("to_orbax", own / "elsewhere" / "hf")
+            for copy in ("hf2", "elsewhere/hf"):
+                shutil.copytree(own / "hf", own / copy)
     told = launch("tests.multiprocess.workers_convert:run", str(root), processes=PROCESSES, devices=1)
     return lambda function: (root / function.__name__, [of_process[function.__name__] for of_process in told])
 
