@@ -12,7 +12,7 @@ from orbax_safetensors.cli.convert import add_common_arguments, common, report_c
 from orbax_safetensors.cli.long_run import begin
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
-from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.storage.paths import place
 
@@ -60,8 +60,13 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         refuse(args, ("max_file_bytes",), "is not for a --mesh, whose devices have a file each")
     arguments = common(args)
     begin(args)
-    # In all processes or in none, as each may find something else.
-    if together(new_key("reshard"), lambda: is_orbax(place(args.source))):
+    # In all processes or in none, as each may find something else, or have other options.
+    if together(
+        new_key("job"),
+        lambda: is_orbax(place(args.source)),
+        lambda found: repr((found, args.max_file_bytes, args.no_compression)),
+        check=same_arguments,
+    ):
         refuse(args, ("max_file_bytes",), "is for safetensors, and SOURCE is a checkpoint of Orbax")
     else:
         refuse(args, ("no_compression",), "is for Orbax, and SOURCE is not a checkpoint of Orbax")

@@ -309,7 +309,8 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
         return f"resume={resume!r} {request.facts} {job.digest}"
 
     try:
-        together(new_key("conversion"), prepared, str, check=same_arguments)
+        # A process that begins a link meets this as well, and all fail.
+        together(new_key("job"), prepared, str, check=same_arguments)
         assert job is not None
         with passing(progress) as report:
             job.run(resume=resume, progress=report)

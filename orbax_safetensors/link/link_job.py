@@ -282,7 +282,8 @@ def _digest(request: LinkRequest, checkpoint: Checkpoint) -> str:
     stamps = [(file.path, file.stamp) for file in checkpoint.files]
     # The result of a family: its repr has the addresses of its functions, which differ between processes.
     mapped = None if checkpoint.mapped is None else sorted(checkpoint.mapped.items())
-    return digest_of((stamps, mapped, request.facts))
+    # Files beside the tensors say how these are decoded.
+    return digest_of((stamps, mapped, request.facts, *sorted(checkpoint.quantized.items())))
 
 
 def _model_files(checkpoint: Checkpoint) -> list[str]:

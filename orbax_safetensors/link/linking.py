@@ -119,7 +119,7 @@ def link(
         hard_links=hard_links,
     )
     job = together(
-        new_key("link"),
+        new_key("job"),  # as of a conversion: a process that begins one meets this, and all fail
         lambda: prepare(request()),
         lambda job: f"resume={resume!r} {job.staging.record}",
         check=same_arguments,

@@ -20,6 +20,7 @@ from orbax_safetensors.storage import local
 from orbax_safetensors.storage.workspace import Lock
 from tests.support.files import nothing_left
 from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+from tests.support.roots import TESTDATA
 from tests.support.tiers import cross
 
 PLACES = pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
@@ -321,6 +322,19 @@ def test_killed_and_begun_anew(beside, tmp_path):
     refused(ost.TensorMismatchError, "was begun from other files or with other arguments", source, to, resume=True)
     ost.link(source, to)
     assert_same(read(place), arrays())
+
+
+def test_codes_that_mean_something_else_since(tmp_path):
+    """The config says what they mean, and arrays that were made before it changed are not taken up."""
+    source, to = shutil.copytree(TESTDATA / "quantized" / "gptq-4bit-g32", tmp_path / "model"), tmp_path / "to"
+    with mock.patch.object(Staging, "finish", killed), pytest.raises(KilledError):
+        ost.link(source, to, family="dequantized")
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config.replace('"checkpoint_format": "gptq"', '"checkpoint_format": "gptq_v2"'))
+    other = "was begun from other files or with other arguments"
+    refused(ost.TensorMismatchError, other, source, to, family="dequantized", resume=True)
+    (source / "config.json").write_text(config)
+    ost.link(source, to, family="dequantized", resume=True)
 
 
 def test_a_family_of_another_process(source, tmp_path):

@@ -125,11 +125,12 @@ def test_processes_that_do_not_mean_the_same(together):
         for kind in BOTH:
             assert "nothing" in of_process[f"{kind} missing"]
             assert "process 2" in of_process[f"{kind} other"]
-            assert of_process[f"{kind} files"].startswith("TensorMismatchError: process 2 ")
-            assert "does not see the same files" in of_process[f"{kind} files"]
+            for other in ("files", "link"):
+                assert of_process[f"{kind} {other}"].startswith("TensorMismatchError: process 2 ")
+                assert "does not see the same files" in of_process[f"{kind} {other}"]
             assert "gs:/to: is what pathlib makes of gs://to" in of_process[f"{kind} no path"]
     for kind in BOTH:
         assert not opens(kind, root / f"{kind} missing")
         assert not opens(kind, root / f"{kind} other")
-        assert not list(root.glob(f"{kind} files*"))
+        assert not list(root.glob(f"{kind} [fl]i*"))
     assert ost.verify(root / "hf") == []

@@ -183,11 +183,16 @@ def test_one_that_cannot_write_ends_all(tmp_path, alone, kind):
     assert made(kind, tmp_path / "to") == alone[kind]
 
 
-def test_one_with_another_destination_ends_all(tmp_path):
-    first, second = start([command("to_orbax", tmp_path / "to"), command("to_orbax", tmp_path / "there")])
-    for ended in (first, second):
+@pytest.mark.parametrize("other", [["there"], ["to", "--max-file-bytes", "1MB"]], ids=["place", "option"])
+def test_one_with_other_arguments_ends_all(tmp_path, other):
+    """Also with an option that is not for the format of the source."""
+    destination, *options = other
+    reshard = ["reshard", ORBAX]
+    for ended in start([[*reshard, tmp_path / "to"], [*reshard, tmp_path / destination, *options]]):
         assert (ended.status, ended.out) == (1, "")
-        assert ended.err == "error: process 1 was called with other arguments than process 0\n"
+        assert ended.err == (
+            "error: process 1 was called with other arguments than process 0, or does not see the same files\n"
+        )
     assert list(tmp_path.iterdir()) == []
 
 

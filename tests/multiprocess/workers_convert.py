@@ -153,7 +153,7 @@ def cannot_flush(root: str) -> list[Any]:
 
 
 def disagree(root: str) -> dict[str, str]:
-    """One process has a source that is not there, a destination that is no path, or asks for something else.
+    """One process has a source that is not there, a destination that is no path, or asks for something else, as a link.
 
     Or, with the same arguments, it sees other files.
     """
@@ -169,6 +169,10 @@ def disagree(root: str) -> dict[str, str]:
                 CALLS[kind](Path(root) / source, "gs:/to" if no_path else Path(root) / f"{kind} {name}")
             except ost.SafetensorsError as error:
                 told[f"{kind} {name}"] = f"{type(error).__name__}: {error}"
+        try:
+            (ost.link if last else CALLS[kind])(Path(root) / "hf", Path(root) / f"{kind} link")
+        except ost.SafetensorsError as error:
+            told[f"{kind} link"] = f"{type(error).__name__}: {error}"
         with contextlib.chdir(Path(root) / "elsewhere" if last else root):
             try:
                 CALLS[kind]("/proc/self/cwd/hf", Path(root) / f"{kind} files")
