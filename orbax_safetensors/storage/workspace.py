@@ -65,8 +65,7 @@ class Workspace:
         """
         try:
             if self.locked is not None:
-                check_makeable(self.path)
-                self.check_free()  # also before anything is made
+                Workspace.check_place(self)  # before anything is made; subclasses look further when others cannot write
                 make_directory(os.path.dirname(self.locked))
                 self._lock = Lock(self.locked, self.destination)
             self.check_place()
