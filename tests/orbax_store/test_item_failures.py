@@ -114,8 +114,8 @@ def test_a_commit_that_fails(tmp_path, stage, ocdbt, monkeypatch):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    with file_system(tmp_path / "disk", "1m") as disk:
+def small_disk(request, tmp_path):
+    with file_system(tmp_path / "disk", getattr(request, "param", "1m")) as disk:
         yield disk
 
 
@@ -138,6 +138,8 @@ def test_a_disk_that_is_full(small_disk, ocdbt, zarr3):
     same_bits(open_orbax(small_disk / "new").value("a"), array)
 
 
+# How much is written depends on the machine: TensorStore makes more files if it is slower than this process.
+@pytest.mark.parametrize("small_disk", ["8m"], indirect=True)
 @pytest.mark.parametrize("free", range(0, 40_000, 8_000))
 def test_a_disk_that_is_full_when_all_has_been_written(small_disk, free):
     tree = {f"layer_{number:03}": OrbaxLeaf((4,), BF16, (4,)) for number in range(200)}
