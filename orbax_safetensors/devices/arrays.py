@@ -17,6 +17,7 @@ from jax.experimental.layout import Format
 from orbax_safetensors.devices.sharding import box_of, plain
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.storage.memory import PAGE_BYTES, arena_of, memory_at
 
 # The kind of an accelerator's memory that is the host's, and that the device reads and writes by itself.
 _PINNED = "pinned_host"
@@ -112,6 +113,25 @@ def has_pinned_memory(device: Any) -> bool:
     """Return whether arrays in pinned memory of the host are the shortest way from a device to NumPy."""
     # TPUs lay them out in their own way, so that NumPy needs another copy.
     return device.platform != "tpu" and any(memory.kind == _PINNED for memory in device.addressable_memories())
+
+
+def fetches_pinned(device: Any) -> bool:
+    """Return whether a device fetches bytes from pinned memory of the host itself, without another copy on the host."""
+    return bool(device.platform == "gpu") and has_pinned_memory(device)
+
+
+def pinned_arena(device: Any, nbytes: int) -> np.ndarray:
+    """Return pinned memory for a device, as uint8 from a page on, which holds anything; usual memory if none is left.
+
+    To pin a gigabyte takes most of a second. JAX keeps memory that is freed, and gives it out again.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED)
+    try:
+        array = jax.device_put(np.empty(nbytes + PAGE_BYTES, np.uint8), sharding).block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        return arena_of(nbytes)
+    address = array.unsafe_buffer_pointer()
+    return memory_at(address + -address % PAGE_BYTES, nbytes, array)
 
 
 def _as_numpy(shard: Any, copy: Any) -> np.ndarray:

@@ -94,14 +94,17 @@ def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, bat
 
 
 def _cut(fill: Fill, most: int) -> Iterator[Fill]:
-    """Yield the same part of every shard of a target, of at most `most` bytes altogether, in the order of storage."""
+    """Yield the same part of every shard of a target with more than `most` bytes, in the order of storage.
+
+    A part has at most half of that altogether, so that one is filled while another leaves.
+    """
     target, most = fill.target, max(most, _LEAST_CUT_BYTES)
     if fill.nbytes <= most or not can_grow(target.sharding, target.shape, target.dtype):
         yield fill
         return
     boxes = target.local_boxes()
     shape, order = boxes[0].shape, storage_order(target.view)
-    limit = most // (len(boxes) * target.dtype.itemsize)
+    limit = most // 2 // (len(boxes) * target.dtype.itemsize)
     for part in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
         yield Fill(fill.number, target, part.start, tuple([target.block(_within(box, part)) for box in boxes]))
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
-from orbax_safetensors.devices.arrays import assemble, wait
+from orbax_safetensors.devices.arrays import assemble, fetches_pinned, on_host, pinned_arena, wait
 from orbax_safetensors.devices.growing import Growing
 from orbax_safetensors.devices.sharding import no_mesh, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
@@ -48,28 +49,45 @@ _MOST_BYTES = 2**30 - 1
 # Batches on their way at once. More would hide more of what takes time now and then, but a program that wants to change
 # a mapped file would have to wait longer.
 _BATCHES = 8
+# Of pinned memory, which is slow to get, and which a device empties faster than this process fills it.
+_PINNED_BYTES = 512 * 2**20
 
 
 class Filling:
     """A restore under way, which fills targets from the open files of one checkpoint."""
 
     def __init__(
-        self, checkpoint: Checkpoint, options: SafetensorsOptions, sums: Sums | None, meter: Meter | None
+        self,
+        checkpoint: Checkpoint,
+        options: SafetensorsOptions,
+        sums: Sums | None,
+        meter: Meter | None,
+        nbytes: int,
+        device: Any,
     ) -> None:
-        """Open no file yet; `sources` opens them, and has to be closed."""
+        """Open no file yet; `sources` opens them, and has to be closed.
+
+        The leaves have `nbytes` in this process. A `device` fetches them from pinned memory; None if none does.
+        """
         pace = checkpoint.pace(options)
         self.num_arrays = 0
         self._checkpoint = checkpoint
         self._meter = meter
         self._threads = pace.requests
-        self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
-        self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
-        self.in_flight = InFlight(
-            min(options.in_flight_bytes, _BATCHES * self._batch_bytes),
-            # Enough to read while others are on their way. The less it is, the sooner it is used again.
-            _BATCHES // 2 * self._batch_bytes,
-            2 * self._most,
-        )
+        if device is None:
+            self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
+            self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
+            self.in_flight = InFlight(
+                min(options.in_flight_bytes, _BATCHES * self._batch_bytes),
+                # Enough to read while others are on their way. The less it is, the sooner it is used again.
+                _BATCHES // 2 * self._batch_bytes,
+                2 * self._most,
+            )
+        else:
+            self._most = room = min(options.in_flight_bytes, _PINNED_BYTES)
+            self._batch_bytes = room // _BATCHES
+            self.in_flight = InFlight(room, room, min(room, nbytes), partial(pinned_arena, device))
+            options = replace(options, map_files=False)  # the runtime would copy mapped bytes, more slowly than a read
         self.sources = Sources(checkpoint, options, pace, sums, self.in_flight)
 
     def fill(self, targets: Sequence[Target], counted: int | None = None) -> list[Any]:
@@ -175,7 +193,7 @@ def filling(
     sums = None if comparison is None else comparison.sums
     with no_mesh(), passing(options.progress) as progress:
         meter = None if progress is None else Meter(progress, nbytes)
-        under_way = Filling(checkpoint, options, sums, meter)
+        under_way = Filling(checkpoint, options, sums, meter, nbytes, _fetching(targets))
         with contextlib.closing(under_way.sources) as sources:
             try:
                 yield under_way
@@ -204,6 +222,14 @@ def filling(
         seconds,
         counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
+
+
+def _fetching(targets: Sequence[Target]) -> Any:
+    """Return one of the devices that are not the host if all of them fetch bytes from pinned memory, else None."""
+    shardings = {target.sharding: plain(target.sharding) for target in targets if target.sharding is not None}
+    leaving = [sharding.addressable_devices for sharding in shardings.values() if not on_host(sharding)]
+    devices: set[Any] = set().union(*leaving)
+    return next(iter(devices)) if devices and all(map(fetches_pinned, devices)) else None
 
 
 @no_collection()

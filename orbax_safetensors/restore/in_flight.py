@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import cached_property
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from orbax_safetensors.devices import arrays
 from orbax_safetensors.restore.batches import Batch
-from orbax_safetensors.storage.memory import PAGE_BYTES, Pool, Taken
+from orbax_safetensors.storage.memory import PAGE_BYTES, Pool, Taken, arena_of
 
 # Of the pool, for batches that begin in their pages as the bytes do in files.
 _PAGES = 16
@@ -27,13 +27,15 @@ class InFlight:
     `send`.
     """
 
-    def __init__(self, limit: int, most_memory: int, pool_bytes: int) -> None:
+    def __init__(
+        self, limit: int, most_memory: int, pool_bytes: int, arena: Callable[[int], np.ndarray] = arena_of
+    ) -> None:
         """Take no memory yet. At most `most_memory` will be ours, or one larger batch.
 
-        What is longer than `pool_bytes` has memory that is not used again.
+        `arena` makes the pool's memory. What is longer than `pool_bytes` has memory that is not used again.
         """
         self.arrived = 0  # bytes
-        self._limit, self._most_memory, self._pool_bytes = limit, most_memory, pool_bytes
+        self._limit, self._most_memory, self._pool_bytes, self._arena = limit, most_memory, pool_bytes, arena
         # Not taken through the condition, which an interrupt can leave locked: its `__exit__` is Python.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -43,7 +45,7 @@ class InFlight:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(self._pool_bytes + _PAGES * PAGE_BYTES)
+        return Pool(self._arena(self._pool_bytes + _PAGES * PAGE_BYTES))
 
     def take(
         self, batch: Batch, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None

@@ -14,13 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 
 from orbax_safetensors.storage.local import COST, LocalFile, LocalStore
-from orbax_safetensors.storage.memory import DIRECT_BYTES, PAGE_BYTES, allocate
+from orbax_safetensors.storage.memory import DIRECT_BYTES, PAGE_BYTES, allocate, memory_at
 from orbax_safetensors.storage.store import Store
 
 # What a thread reads at a time into its buffer: long enough for the full speed of a disk, and still in the cache of a
@@ -147,29 +146,16 @@ class DirectFile(LocalFile):
 
 def _joined(buffers: Sequence[memoryview]) -> list[np.ndarray]:
     """Return the memory of `buffers`, as one array if buffers follow one another. `buffers` have to outlive it."""
-    spans: list[list[memoryview]] = []
-    end = -1
+    spans: list[tuple[int, int]] = []
     for buffer in buffers:
         if not buffer.nbytes:
             continue
-        begin = _bytes(buffer).ctypes.data
-        if begin == end:
-            spans[-1].append(buffer)
-        else:
-            spans.append([buffer])
+        begin = np.frombuffer(buffer, np.uint8).ctypes.data
         end = begin + buffer.nbytes
-    return [_bytes(span[0]) if len(span) == 1 else _span(span) for span in spans]
-
-
-def _bytes(buffer: memoryview) -> np.ndarray:
-    return np.frombuffer(buffer, np.uint8)
-
-
-def _span(buffers: Sequence[memoryview]) -> np.ndarray:
-    """Return the memory of buffers that follow one another."""
-    begin, nbytes = _bytes(buffers[0]).ctypes.data, sum(buffer.nbytes for buffer in buffers)
-    interface = {"version": 3, "data": (begin, False), "shape": (nbytes,), "typestr": "|u1"}
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
+        if spans and begin == spans[-1][1]:
+            begin, _ = spans.pop()
+        spans.append((begin, end))
+    return [memory_at(begin, end - begin) for begin, end in spans]
 
 
 class DirectStore(LocalStore):

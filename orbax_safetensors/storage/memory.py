@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,12 @@ def arena_of(nbytes: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)
 
 
+def memory_at(address: int, nbytes: int, owner: object = None) -> np.ndarray:
+    """Return memory that is there already, as uint8. Keeps its `owner`; without one, it must not outlive its memory."""
+    interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, owner=owner))
+
+
 class Taken(NamedTuple):
     """Buffers of a pool until they are given back: they lie in `[begin, end)`, or outside the pool if that is empty."""
 
@@ -81,15 +88,15 @@ class Taken(NamedTuple):
 
 
 class Pool:
-    """Buffers cut from one mapping, at the lowest place that is free.
+    """Buffers cut from one arena, at the lowest place that is free.
 
     So pages that were written to before are used first, and the system zeroes no page twice. Not safe for several
     threads at once.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        """Make a pool of at most `nbytes`; it takes no memory before something is written into it."""
-        self._arena = arena_of(nbytes)
+    def __init__(self, arena: np.ndarray) -> None:
+        """Cut buffers from an arena, uint8, which begins with a page."""
+        self._arena = arena
         self._taken: list[Taken] = []  # in their order in the pool
 
     def take(self, sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> Taken | None:

@@ -24,6 +24,7 @@ from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, fill
 from orbax_safetensors.storage import memory
 from orbax_safetensors.storage.local import LocalFile
+from orbax_safetensors.storage.memory import PAGE_BYTES
 from tests.support.accelerator import accelerator
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.saves import assert_same_bits
@@ -75,9 +76,10 @@ def fitted(array, shape, dtype):
     st.sampled_from(["late", "random"]),
     st.sampled_from([1, 256, 10**6]),
     st.sampled_from([1, 3]),
+    st.booleans(),
     st.integers(0, 2**16),
 )
-def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, seed):
+def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, pinned, seed):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), tuple(AXES))
     leaves, tensors, args, expected = {}, {}, {}, {}
     for number in range(data.draw(st.integers(1, 4))):
@@ -96,7 +98,7 @@ def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, seed):
     options = ost.SafetensorsOptions(in_flight_bytes=in_flight_bytes, threads=threads)
     with tempfile.TemporaryDirectory() as directory:
         write(Path(directory) / "model.safetensors", odd | tensors)
-        with accelerator(arrival, seed=seed) as device:
+        with accelerator(arrival, seed=seed, pinned=pinned) as device:
             restored = ost.SafetensorsHandler(family=family, options=options).restore(
                 Path(directory), ost.SafetensorsRestore(restore_args=args, partial_restore=True)
             )
@@ -124,11 +126,11 @@ def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, 
         assert device.num_transfers == 16
 
 
-@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "read"])
+@pytest.mark.parametrize("way", ["mapped", "read", "pinned"])
 @pytest.mark.parametrize("turned", [False, True], ids=["as stored", "transposed"])
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, ("x", "y"))], ids=str)
 def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
-    tmp_path, mesh, monkeypatch, mapped, turned, spec
+    tmp_path, mesh, monkeypatch, way, turned, spec
 ):
     monkeypatch.setattr(batches, "_LEAST_CUT_BYTES", 0)
     stored = random_bits(np.random.default_rng(1), (64, 96), np.dtype(ml_dtypes.bfloat16))
@@ -139,7 +141,7 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
         return {"w": w.transpose((1, 0)) if turned else w, "b": tensor("b", (96,))}
 
     family = Family("turned", (), leaves)
-    options = ost.SafetensorsOptions(in_flight_bytes=4096, map_files=mapped)
+    options = ost.SafetensorsOptions(in_flight_bytes=4096, map_files=way == "mapped")
     expected = {"w": stored.T if turned else stored, "b": stored[0]}
     shardings = {"w": NamedSharding(mesh, spec), "b": NamedSharding(mesh, P("y"))}
     target = {
@@ -148,7 +150,10 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
     }
     # A program of the caller's may run on other devices.
     others = Mesh(np.array(jax.devices()[:2]), ("z",))
-    with accelerator("random", max_bytes=2048 + 1) as device, jax.set_mesh(others) if turned else nullcontext():
+    with (
+        accelerator("random", max_bytes=2048 + 1, pinned=way == "pinned") as device,
+        jax.set_mesh(others) if turned else nullcontext(),
+    ):
         restored = ost.load(tmp_path, target, family=family, options=options)
     assert device.num_transfers > 16
     # Devices with the same box take the same memory.
@@ -179,6 +184,54 @@ def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh
         ost.load(tmp_path, NamedSharding(mesh, P()), options=options)
     assert len(made) == 8
     assert most <= 2
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["pinned", "no pinned memory left"])
+def test_a_gpu_takes_all_bytes_from_little_pinned_memory(tmp_path, mesh, monkeypatch, left):
+    stored = {f"w{number:02}": np.full((64, 64), number, np.float32) for number in range(40)}
+    write(tmp_path / "model.safetensors", stored)
+    pinned, arenas, outside = [], [], []
+
+    def device_put(array, sharding):
+        if not left:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+        pinned.append(put(array, sharding))
+        return pinned[-1]
+
+    def arena(device, nbytes):
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "device_put", device_put)
+            arenas.append(arrays.pinned_arena(device, nbytes))
+        return arenas[-1]
+
+    def assemble(sharding, shape, dtype, shards):
+        outside.extend(shard for shard in shards.values() if not np.may_share_memory(shard, arenas[0]))
+        return arrays.assemble(sharding, shape, dtype, shards)
+
+    put = jax.device_put
+    monkeypatch.setattr(fill, "pinned_arena", arena)
+    monkeypatch.setattr(fill, "assemble", assemble)
+    with accelerator("random", pinned=True) as device:
+        restored = ost.load(
+            tmp_path, NamedSharding(mesh, P("x")), options=ost.SafetensorsOptions(in_flight_bytes=2**17)
+        )
+    (memory,) = arenas
+    assert memory.ctypes.data % PAGE_BYTES == 0
+    assert 2**17 <= memory.nbytes <= 2**18
+    assert not outside
+    assert [array.sharding.memory_kind for array in pinned] == ["pinned_host"] * left
+    assert device.most_bytes <= 4 * 2**17  # of four devices that hold the same
+    for name, array in stored.items():
+        assert_same_bits(restored[name], array)
+
+
+def test_only_gpus_take_bytes_from_pinned_memory(tmp_path, mesh, monkeypatch):
+    write(tmp_path / "model.safetensors", {"w": np.arange(8, dtype=np.float32)})
+    monkeypatch.setattr(fill, "pinned_arena", lambda *_: pytest.fail("pinned"))
+    for sends in (lambda device: False, lambda device: device.id != 3):
+        with accelerator():
+            monkeypatch.setattr(fill, "fetches_pinned", sends)
+            assert_same_bits(ost.load(tmp_path, NamedSharding(mesh, P()))["w"], np.arange(8, dtype=np.float32))
 
 
 def test_a_checkpoint_of_many_files_keeps_few_of_them_leased(tmp_path, mesh, monkeypatch):

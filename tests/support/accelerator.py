@@ -191,10 +191,12 @@ def accelerator(
     *,
     seed: int = 0,
     max_bytes: int = MAX_TRANSFER_BYTES,
+    pinned: bool = False,
 ) -> Iterator[Accelerator]:
     """Make all devices accelerators, and fail if the package lets go of memory before they are done with it.
 
-    It has to wait for all transfers before it checks files for changes and closes them.
+    It has to wait for all transfers before it checks files for changes and closes them. With `pinned`, they are GPUs,
+    which take bytes from pinned memory.
     """
     device = Accelerator(arrival, seed, max_bytes)
     device_put, from_callback, of_shards, wait = (
@@ -206,7 +208,8 @@ def accelerator(
 
     def put(tree: Any, *args: Any, **kwargs: Any) -> Any:
         in_memory = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
-        if not in_memory or not _hands_over(sys._getframe(1).f_globals):
+        is_arena = any(getattr(arg, "memory_kind", None) == "pinned_host" for arg in args)
+        if not in_memory or is_arena or not _hands_over(sys._getframe(1).f_globals):
             return device_put(tree, *args, **kwargs)
         return device.hand_over(
             lambda buffer_of: device_put(jax.tree.map(lambda leaf: buffer_of(lambda: leaf), tree), *args, **kwargs)
@@ -265,6 +268,7 @@ def accelerator(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{_SEAM}.is_cpu", lambda device: False)
+        patch.setattr("orbax_safetensors.restore.fill.fetches_pinned", lambda device: pinned)
         patch.setattr(jax, "device_put", put)
         patch.setattr(jax, "make_array_from_callback", callback)
         patch.setattr(jax, "make_array_from_single_device_arrays", put_together)
