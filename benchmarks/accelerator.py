@@ -18,9 +18,11 @@ from typing import Any
 import checkpoints
 import families
 from restore import (
+    CUDA,
     DIRECT,
     DIRECT_LIMIT,
     FAST,
+    INSTANT,
     NUMPY,
     ORBAX,
     PACKAGE,
@@ -76,6 +78,7 @@ PINNED = at_least("of the pinned limit", faster_than(PINNED_LIMIT), 0.8)
 def scenarios(device: str) -> dict[str, Scenario]:
     """What is measured on a `device` of `loaders.Job`."""
     limit = (PINNED_LIMIT,) if device == "real" else ()
+    onto_cuda = (CUDA, INSTANT) if device == "real" else ()  # which know one device
     of_the_limit = (PINNED,) if device == "real" else ()
 
     def scenario(title: str, layout: str, devices: int = 8, checkpoint: str = "llama", **more: Any) -> Scenario:
@@ -84,7 +87,13 @@ def scenarios(device: str) -> dict[str, Scenario]:
         return Scenario(title, checkpoint, job, **{**common, **more})
 
     return {
-        "whole": scenario("whole, 1 device", "leading", 1, targets=(of_the_mapping_loop(0.8), CPU, *of_the_limit)),
+        "whole": scenario(
+            "whole, 1 device",
+            "leading",
+            1,
+            loaders=(*LOADERS, *limit, *onto_cuda),
+            targets=(of_the_mapping_loop(0.8), CPU, *of_the_limit),
+        ),
         "leading": scenario(
             "leading dimension, 8 devices", "leading", targets=(of_the_mapping_loop(0.8), CPU, *of_the_limit)
         ),
@@ -128,6 +137,15 @@ def scenarios(device: str) -> dict[str, Scenario]:
             memory=0.4,
             targets=(at_most("MB of anonymous memory above in_flight_bytes", anonymous_above_the_budget, 100),),
         ),
+        "large": scenario(
+            "8 GB, whole, 1 device",
+            "leading",
+            1,
+            checkpoint="large",
+            loaders=(MAPPING, PACKAGE, TORCH, *limit, *onto_cuda),
+            memory=0.4,
+            targets=of_the_limit,
+        ),
     }
 
 
@@ -135,7 +153,18 @@ def show(scenario: Scenario, runs: Runs, console: Console) -> None:
     """The table of a scenario."""
     base = next(iter(runs))
     table = Table(title=scenario.title)
-    for column in ("loader", "median s", "GB/s", f"of the {base}", "CPU s/GB", "anonymous MB", "device MB", "runs"):
+    columns = (
+        "loader",
+        "median s",
+        "GB/s",
+        f"of the {base}",
+        "CPU s/GB",
+        "anonymous MB",
+        "device MB",
+        "again s",
+        "runs",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column == "loader" else "right")
     for loader, own in runs.items():
         if not own:
@@ -143,7 +172,8 @@ def show(scenario: Scenario, runs: Runs, console: Console) -> None:
             continue
         took, nbytes = seconds(runs, loader), own[0]["loaded_bytes"]
         anonymous = [run["peak_anonymous_bytes"] for run in own if "peak_anonymous_bytes" in run]
-        of_device = [run["device_peak_bytes"] for run in own if run["device_peak_bytes"] is not None]
+        of_device = [run["device_peak_bytes"] for run in own if "device_peak_bytes" in run]
+        again = [run["again_seconds"] for run in own if "again_seconds" in run]
         table.add_row(
             loader,
             f"{took:.3f}",
@@ -151,6 +181,7 @@ def show(scenario: Scenario, runs: Runs, console: Console) -> None:
             f"{seconds(runs, base) / took:.2f}",
             f"{statistics.median(run['cpu_seconds'] for run in own) / nbytes * 1e9:.3f}",
             *(f"{max(peaks) / 1e6:.0f}" if peaks else "" for peaks in (anonymous, of_device)),
+            f"{statistics.median(again):.3f}" if again else "",
             str(len(own)),
         )
     console.print(table)

@@ -35,10 +35,17 @@ PACKAGE, ALIAS, LIMIT, READ_LIMIT = "this package", "this package, alias", "copy
 DIRECT, DIRECT_LIMIT = "this package, direct", "direct limit"
 ORBAX, TORCH, NUMPY, FAST = "Orbax v1", "safetensors.torch", "safetensors.numpy", "fastsafetensors"
 RUNAI = "runai-model-streamer"
+CUDA, INSTANT = "safetensors.torch, CUDA", "InstantTensor"
 LOADERS = (LIMIT, READ_LIMIT, PACKAGE, TORCH, FAST, NUMPY, ORBAX)
 COLD = (DIRECT_LIMIT, READ_LIMIT, DIRECT, PACKAGE, RUNAI, TORCH, FAST, NUMPY)
 # A loader that needs a package which is not installed is left out.
-NEEDS = {TORCH: ("torch",), FAST: ("fastsafetensors", "torch"), RUNAI: ("runai_model_streamer", "torch")}
+NEEDS = {
+    TORCH: ("torch",),
+    FAST: ("fastsafetensors", "torch"),
+    RUNAI: ("runai_model_streamer", "torch"),
+    CUDA: ("torch",),
+    INSTANT: ("instanttensor", "torch"),
+}
 TIMEOUT_SECONDS = 300
 SAMPLE_SECONDS = 0.002
 
