@@ -110,7 +110,7 @@ def to_host(shards: Sequence[Any]) -> Iterator[np.ndarray]:
 
 
 def has_pinned_memory(device: Any) -> bool:
-    """Return whether arrays in pinned memory of the host are the shortest way from a device to NumPy."""
+    """Return whether a device reads and writes memory of the host by itself that NumPy sees as it is."""
     # TPUs lay them out in their own way, so that NumPy needs another copy.
     return device.platform != "tpu" and any(memory.kind == _PINNED for memory in device.addressable_memories())
 
@@ -123,12 +123,13 @@ def fetches_pinned(device: Any) -> bool:
 def pinned_arena(device: Any, nbytes: int) -> np.ndarray:
     """Return pinned memory for a device, as uint8 from a page on, which holds anything; usual memory if none is left.
 
-    To pin a gigabyte takes most of a second. JAX keeps memory that is freed, and gives it out again.
+    To pin a gigabyte takes half a second or more. JAX keeps memory that is freed, and gives it out again. If there is
+    none left, XLA waits ten seconds for some.
     """
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED)
     try:
         array = jax.device_put(np.empty(nbytes + PAGE_BYTES, np.uint8), sharding).block_until_ready()
-    except jax.errors.JaxRuntimeError:
+    except (jax.errors.JaxRuntimeError, MemoryError):
         return arena_of(nbytes)
     address = array.unsafe_buffer_pointer()
     return memory_at(address + -address % PAGE_BYTES, nbytes, array)

@@ -62,18 +62,20 @@ class Batch:
 
 
 @no_collection()
-def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, batch_bytes: int) -> list[Batch]:
+def batches_of(
+    checkpoint: Checkpoint, targets: Sequence[Target], most: int, part_bytes: int, batch_bytes: int
+) -> list[Batch]:
     """Return all shards of `targets` that this process holds, in batches.
 
     Everything that stays in host memory is one batch. The others have `batch_bytes`, or one group of leaves that are
-    made of the same tensors, which has at most `most` bytes. A leaf with more is in parts if it can be.
+    made of the same tensors, which has at most `most` bytes. A leaf with more is in parts of `part_bytes` if it can be.
     """
     whole = [
         Fill(number, target, None, tuple([target.block(box) for box in target.local_boxes()]))
         for number, target in enumerate(targets)
     ]
     sizes = [fill.nbytes for fill in whole]
-    stays = [target.sharding is None or on_host(plain(target.sharding)) for target in targets]
+    stays = [stays_on_host(target) for target in targets]
     groups = groups_in_file_order(checkpoint, targets)
     staying = [whole[number] for group in groups for number in group if stays[number]]
     sized: list[tuple[list[Fill], int]] = []
@@ -84,7 +86,7 @@ def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, bat
             sized.append(([whole[number] for number in leaving], nbytes))
             continue
         for number in leaving:
-            sized += [([fill], fill.nbytes) for fill in _cut(whole[number], most)]
+            sized += [([fill], fill.nbytes) for fill in _cut(whole[number], most, part_bytes)]
 
     batched = [[fill for fills in batch for fill in fills] for batch in batches(sized, batch_bytes)]
     return [
@@ -93,18 +95,23 @@ def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, bat
     ]
 
 
-def _cut(fill: Fill, most: int) -> Iterator[Fill]:
+def stays_on_host(target: Target) -> bool:
+    """Return whether all that this process holds of a target is in host memory."""
+    return target.sharding is None or on_host(plain(target.sharding))
+
+
+def _cut(fill: Fill, most: int, part_bytes: int) -> Iterator[Fill]:
     """Yield the same part of every shard of a target with more than `most` bytes, in the order of storage.
 
-    A part has at most half of that altogether, so that one is filled while another leaves.
+    The parts of one place in all shards have at most `part_bytes`.
     """
-    target, most = fill.target, max(most, _LEAST_CUT_BYTES)
-    if fill.nbytes <= most or not can_grow(target.sharding, target.shape, target.dtype):
+    target, part_bytes = fill.target, max(part_bytes, _LEAST_CUT_BYTES)
+    if fill.nbytes <= max(most, part_bytes) or not can_grow(target.sharding, target.shape, target.dtype):
         yield fill
         return
     boxes = target.local_boxes()
     shape, order = boxes[0].shape, storage_order(target.view)
-    limit = most // 2 // (len(boxes) * target.dtype.itemsize)
+    limit = part_bytes // (len(boxes) * target.dtype.itemsize)
     for part in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
         yield Fill(fill.number, target, part.start, tuple([target.block(_within(box, part)) for box in boxes]))
 

@@ -7,27 +7,28 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
-from orbax_safetensors.devices.arrays import assemble, fetches_pinned, on_host, pinned_arena, wait
+from orbax_safetensors.devices.arrays import assemble, fetches_pinned, pinned_arena, wait
 from orbax_safetensors.devices.growing import Growing
 from orbax_safetensors.devices.sharding import no_mesh, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.batches import Batch, batches_of
+from orbax_safetensors.restore.batches import Batch, batches_of, stays_on_host
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.sources import Sources
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
+from orbax_safetensors.storage.memory import ALIGNMENT, DIRECT_BYTES, PAGE_BYTES
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.progress import SECONDS, Meter, passing
 from orbax_safetensors.transfer.sums import Sums
@@ -49,8 +50,16 @@ _MOST_BYTES = 2**30 - 1
 # Batches on their way at once. More would hide more of what takes time now and then, but a program that wants to change
 # a mapped file would have to wait longer.
 _BATCHES = 8
-# Of pinned memory, which is slow to get, and which a device empties faster than this process fills it.
-_PINNED_BYTES = 512 * 2**20
+# Of pinned memory, which is slow to get, and which a device empties faster than this process fills it. XLA gets a power
+# of two in which it fits, with a few pages around it.
+_PINNED_BYTES = 512 * 2**20 - 32 * PAGE_BYTES
+
+
+class Pinned(NamedTuple):
+    """Pinned memory: `arena` gets so many bytes of it, and buffers for all that leaves the host take `nbytes`."""
+
+    nbytes: int
+    arena: Callable[[int], np.ndarray]
 
 
 class Filling:
@@ -62,20 +71,16 @@ class Filling:
         options: SafetensorsOptions,
         sums: Sums | None,
         meter: Meter | None,
-        nbytes: int,
-        device: Any,
+        pinned: Pinned | None,
     ) -> None:
-        """Open no file yet; `sources` opens them, and has to be closed.
-
-        The leaves have `nbytes` in this process. A `device` fetches them from pinned memory; None if none does.
-        """
+        """Open no file yet; `sources` opens them, and has to be closed. Bytes for devices go into `pinned`, if any."""
         pace = checkpoint.pace(options)
         self.num_arrays = 0
         self._checkpoint = checkpoint
         self._meter = meter
         self._threads = pace.requests
-        if device is None:
-            self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
+        if pinned is None:
+            self._most = self._part_bytes = min(options.in_flight_bytes // 2, _MOST_BYTES)
             self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
             self.in_flight = InFlight(
                 min(options.in_flight_bytes, _BATCHES * self._batch_bytes),
@@ -85,8 +90,8 @@ class Filling:
             )
         else:
             self._most = room = min(options.in_flight_bytes, _PINNED_BYTES)
-            self._batch_bytes = room // _BATCHES
-            self.in_flight = InFlight(room, room, min(room, nbytes), partial(pinned_arena, device))
+            self._part_bytes, self._batch_bytes = room // 2, room // _BATCHES
+            self.in_flight = InFlight(options.in_flight_bytes, room, min(room, pinned.nbytes), pinned.arena)
             options = replace(options, map_files=False)  # the runtime would copy mapped bytes, more slowly than a read
         self.sources = Sources(checkpoint, options, pace, sums, self.in_flight)
 
@@ -103,7 +108,7 @@ class Filling:
           TensorMismatchError: a cast that the caller did not request would change values.
           StorageError: bytes cannot be read.
         """
-        batched = batches_of(self._checkpoint, targets, self._most, self._batch_bytes)
+        batched = batches_of(self._checkpoint, targets, self._most, self._part_bytes, self._batch_bytes)
         values: list[Any] = [None] * len(targets)
         growing: dict[int, Growing] = {}
         arrived = self.in_flight.arrived
@@ -193,7 +198,7 @@ def filling(
     sums = None if comparison is None else comparison.sums
     with no_mesh(), passing(options.progress) as progress:
         meter = None if progress is None else Meter(progress, nbytes)
-        under_way = Filling(checkpoint, options, sums, meter, nbytes, _fetching(targets))
+        under_way = Filling(checkpoint, options, sums, meter, _pinned(targets))
         with contextlib.closing(under_way.sources) as sources:
             try:
                 yield under_way
@@ -224,20 +229,35 @@ def filling(
     )
 
 
-def _fetching(targets: Sequence[Target]) -> Any:
-    """Return one of the devices that are not the host if all of them fetch bytes from pinned memory, else None."""
-    shardings = {target.sharding: plain(target.sharding) for target in targets if target.sharding is not None}
-    leaving = [sharding.addressable_devices for sharding in shardings.values() if not on_host(sharding)]
-    devices: set[Any] = set().union(*leaving)
-    return next(iter(devices)) if devices and all(map(fetches_pinned, devices)) else None
+@no_collection()
+def _pinned(targets: Sequence[Target]) -> Pinned | None:
+    """Return the pinned memory for `targets`, if all of their devices that are not the host fetch bytes from it."""
+    leaving = [(target, count) for target, count in _alike(targets) if not stays_on_host(target)]
+    devices: set[Any] = set()
+    for target, _ in leaving:
+        assert target.sharding is not None
+        devices |= plain(target.sharding).addressable_devices
+    if not devices or not all(map(fetches_pinned, devices)):
+        return None
+    nbytes = sum(count * target.local_nbytes for target, count in leaving)
+    # Each buffer is aligned, and one that is read directly begins anywhere in a page.
+    nbytes += nbytes // DIRECT_BYTES * PAGE_BYTES + ALIGNMENT * sum(
+        count * len(target.local_boxes()) for target, count in leaving
+    )
+    return Pinned(nbytes, partial(pinned_arena, min(devices, key=lambda device: device.id)))
 
 
 @no_collection()
 def _local_bytes(targets: Sequence[Target]) -> int:
     """Return the bytes that this process holds of `targets`."""
+    return sum(count * target.local_nbytes for target, count in _alike(targets))
+
+
+def _alike(targets: Sequence[Target]) -> list[tuple[Target, int]]:
+    """Return one target of each sharding, shape and dtype, and how many there are of it."""
     alike = [(target.sharding, target.shape, target.dtype) for target in targets]
     one_of = dict(zip(alike, targets, strict=True))
-    return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
+    return [(one_of[key], count) for key, count in Counter(alike).items()]
 
 
 def _value(target: Target, array: np.ndarray) -> Any:

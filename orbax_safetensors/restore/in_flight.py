@@ -54,14 +54,15 @@ class InFlight:
 
         `offsets` are as for `allocate`. Raises `CancelledError` once `end` has been called.
         """
+        pool = self._pool if sizes else None  # not under the lock, because pinned memory takes its time
         with self._lock:
             while True:
                 self._collect()
                 if self._ended:
                     raise CancelledError
                 if self._has_room(batch.nbytes, sum(sizes)):
-                    taken = self._pool.take(sizes, offsets) if sizes else None
-                    if taken is not None or not sizes:
+                    taken = None if pool is None else pool.take(sizes, offsets)
+                    if taken is not None or pool is None:
                         self._batches[batch] = taken
                         return [] if taken is None else taken.buffers
                 self._wait()

@@ -135,6 +135,7 @@ def test_pinned_memory_is_an_array_of_the_device_and_lives_as_long_as_it_is_used
     part = memory[5_000:]
     address = part.ctypes.data - array.unsafe_buffer_pointer()
     assert 5_000 <= address < 5_000 + PAGE_BYTES
+    assert address + 5_000 <= array.nbytes
     part[:] = np.arange(5_000) % 251
     np.testing.assert_array_equal(array[address : address + 5_000], np.arange(5_000) % 251)
     pinned.arrays.clear()

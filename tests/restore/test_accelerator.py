@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
@@ -220,18 +220,82 @@ def test_a_gpu_takes_all_bytes_from_little_pinned_memory(tmp_path, mesh, monkeyp
     assert 2**17 <= memory.nbytes <= 2**18
     assert not outside
     assert [array.sharding.memory_kind for array in pinned] == ["pinned_host"] * left
-    assert device.most_bytes <= 4 * 2**17  # of four devices that hold the same
+    # Of four devices that hold the same. Several batches are under way.
+    assert 4 * 2 * stored["w00"].nbytes <= device.most_bytes <= 4 * 2**17
     for name, array in stored.items():
         assert_same_bits(restored[name], array)
 
 
-def test_only_gpus_take_bytes_from_pinned_memory(tmp_path, mesh, monkeypatch):
+@pytest.mark.parametrize("fetches", [lambda device: False, lambda device: device.id != 3], ids=["none", "all but one"])
+def test_only_gpus_take_bytes_from_pinned_memory(tmp_path, mesh, monkeypatch, fetches):
     write(tmp_path / "model.safetensors", {"w": np.arange(8, dtype=np.float32)})
     monkeypatch.setattr(fill, "pinned_arena", lambda *_: pytest.fail("pinned"))
-    for sends in (lambda device: False, lambda device: device.id != 3):
-        with accelerator():
-            monkeypatch.setattr(fill, "fetches_pinned", sends)
-            assert_same_bits(ost.load(tmp_path, NamedSharding(mesh, P()))["w"], np.arange(8, dtype=np.float32))
+    with accelerator():
+        monkeypatch.setattr(fill, "fetches_pinned", fetches)
+        assert_same_bits(ost.load(tmp_path, NamedSharding(mesh, P()))["w"], np.arange(8, dtype=np.float32))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The devices and the sizes of the pinned memory that restores have asked for."""
+    asked = []
+
+    def arena(device, nbytes):
+        asked.append((device.id, nbytes))
+        return memory.arena_of(nbytes)
+
+    monkeypatch.setattr(fill, "pinned_arena", arena)
+    return asked
+
+
+def test_pinned_memory_is_for_what_gpus_take(tmp_path, monkeypatch, asked):
+    """Not for leaves on CPU devices or of NumPy, which are longer here."""
+    stored = {
+        "gpu": np.ones(4, np.float32),
+        "cpu": np.full(10**6, 2, np.float32),
+        "numpy": np.full(10**6, 3, np.float32),
+    }
+    write(tmp_path / "model.safetensors", stored)
+    cpu, gpu = jax.devices()[:2]
+    monkeypatch.setattr(arrays, "is_cpu", lambda device: device == cpu)
+    monkeypatch.setattr(fill, "fetches_pinned", lambda device: device != cpu)
+    shardings = {"gpu": SingleDeviceSharding(gpu), "cpu": SingleDeviceSharding(cpu)}
+    target = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings.get(name))
+        for name, array in stored.items()
+    }
+    restored = ost.load(tmp_path, target)
+    ((device, nbytes),) = asked
+    assert device == gpu.id
+    assert nbytes < 10**5
+    assert isinstance(restored["numpy"], np.ndarray)
+    for name, array in stored.items():
+        assert_same_bits(restored[name], array)
+
+
+def test_many_short_leaves_fit_in_the_pinned_memory(tmp_path, mesh, monkeypatch, asked):
+    stored = {f"b{number}": np.full(3, number % 100, np.int8) for number in range(3000)}
+    write(tmp_path / "model.safetensors", stored)
+    monkeypatch.setattr(memory, "allocate", lambda *_: pytest.fail("allocated"))
+    with accelerator(pinned=True):
+        restored = ost.load(tmp_path, NamedSharding(mesh, P()))
+    assert len(asked) == 1
+    assert_same_bits(restored["b2999"], stored["b2999"])
+
+
+def test_there_is_a_most_of_pinned_memory_and_a_power_of_two_has_room_for_it(tmp_path, mesh, monkeypatch, asked):
+    stored = {f"w{number}": np.full(1000, number, np.float32) for number in range(100)}
+    write(tmp_path / "model.safetensors", stored)
+    for most in (2**16, fill._PINNED_BYTES):
+        monkeypatch.setattr(fill, "_PINNED_BYTES", most)
+        with accelerator("random", pinned=True):
+            restored = ost.load(tmp_path, NamedSharding(mesh, P()))
+        for name, array in stored.items():
+            assert_same_bits(restored[name], array)
+    (_, least), (_, nbytes) = asked
+    assert 2**16 <= least <= 2**16 + 16 * PAGE_BYTES
+    assert 400_000 <= nbytes <= 400_000 + 50_000 + 16 * PAGE_BYTES
+    assert fill._PINNED_BYTES + (least - 2**16) + PAGE_BYTES <= 2**29
 
 
 def test_a_checkpoint_of_many_files_keeps_few_of_them_leased(tmp_path, mesh, monkeypatch):
