@@ -210,6 +210,7 @@ def test_a_gpu_takes_all_bytes_from_little_pinned_memory(tmp_path, mesh, monkeyp
         return arrays.assemble(sharding, shape, dtype, shards)
 
     put = jax.device_put
+
     def send(in_flight, batch):
         batches_sent.append(batch)
         real_send(in_flight, batch)
