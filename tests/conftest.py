@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -18,6 +19,8 @@ from tests.support import full_size
 pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers", "tests.support.both_devices"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# A shell lets what it starts in the background ignore interrupts, and so would what the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -189,7 +189,8 @@ def filling(
     Raises `StorageError` if a file changed meanwhile. No file stays open, and no thread runs on.
     """
     started = time.perf_counter()
-    nbytes = _local_bytes(targets)
+    alike = _alike(targets)
+    nbytes = sum(count * target.local_nbytes for target, count in alike)
     checkpoint = replace(checkpoint, store=reading(checkpoint.store, options.direct, nbytes))
     if options.alias and not checkpoint.store.is_local:
         raise SafetensorsError(
@@ -198,7 +199,7 @@ def filling(
     sums = None if comparison is None else comparison.sums
     with no_mesh(), passing(options.progress) as progress:
         meter = None if progress is None else Meter(progress, nbytes)
-        under_way = Filling(checkpoint, options, sums, meter, _pinned(targets))
+        under_way = Filling(checkpoint, options, sums, meter, _pinned(alike))
         with contextlib.closing(under_way.sources) as sources:
             try:
                 yield under_way
@@ -230,9 +231,16 @@ def filling(
 
 
 @no_collection()
-def _pinned(targets: Sequence[Target]) -> Pinned | None:
-    """Return the pinned memory for `targets`, if all of their devices that are not the host fetch bytes from it."""
-    leaving = [(target, count) for target, count in _alike(targets) if not stays_on_host(target)]
+def _alike(targets: Sequence[Target]) -> list[tuple[Target, int]]:
+    """Return one target of each sharding, shape and dtype, and how many have these."""
+    alike = [(target.sharding, target.shape, target.dtype) for target in targets]
+    one_of = dict(zip(alike, targets, strict=True))
+    return [(one_of[key], count) for key, count in Counter(alike).items()]
+
+
+def _pinned(alike: Sequence[tuple[Target, int]]) -> Pinned | None:
+    """Return the pinned memory for targets, if all of their devices that are not the host fetch bytes from it."""
+    leaving = [(target, count) for target, count in alike if not stays_on_host(target)]
     devices: set[Any] = set()
     for target, _ in leaving:
         assert target.sharding is not None
@@ -245,19 +253,6 @@ def _pinned(targets: Sequence[Target]) -> Pinned | None:
         count * len(target.local_boxes()) for target, count in leaving
     )
     return Pinned(nbytes, partial(pinned_arena, min(devices, key=lambda device: device.id)))
-
-
-@no_collection()
-def _local_bytes(targets: Sequence[Target]) -> int:
-    """Return the bytes that this process holds of `targets`."""
-    return sum(count * target.local_nbytes for target, count in _alike(targets))
-
-
-def _alike(targets: Sequence[Target]) -> list[tuple[Target, int]]:
-    """Return one target of each sharding, shape and dtype, and how many there are of it."""
-    alike = [(target.sharding, target.shape, target.dtype) for target in targets]
-    one_of = dict(zip(alike, targets, strict=True))
-    return [(one_of[key], count) for key, count in Counter(alike).items()]
 
 
 def _value(target: Target, array: np.ndarray) -> Any:
