@@ -98,7 +98,7 @@ class _Tensor:
         """Return the tensor, whose rows are outputs."""
         row, found = self.row, self.found
         if row.layout is Layout.BLOCKS:
-            wanted = row.group * row.bits // 8  # type: ignore[operator]
+            wanted = row.group * row.bits // 8  # type: ignore[operator]  # formats in blocks name both
             if len(found) < 4 or found[-1] != wanted:
                 raise MappingError(f"{self.codes!r}: expected shape (experts, rows, groups, {wanted}), found {found}")
             if self.shapes[Role.SCALE] != found[:-1]:

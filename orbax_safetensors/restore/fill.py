@@ -44,8 +44,8 @@ EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
 EVENT_BYTES_NEEDED = "/jax/orbax/read/safetensors/bytes_needed"
 EVENT_DURATION = "/jax/orbax/read/safetensors/duration_secs"
 
-# The most that goes to a device at once: a GPU's runtime copies less than 1 GiB into memory that the card reads itself,
-# and leaves more to the driver, which is slow.
+# The most that goes at once to a device whose runtime copies it. XLA's client of GPUs copies less than 1 GiB into
+# memory that the card reads itself, and leaves more to the driver, which is slow. Others may do the same.
 _MOST_BYTES = 2**30 - 1
 # Batches on their way at once. More would hide more of what takes time now and then, but a program that wants to change
 # a mapped file would have to wait longer.

@@ -192,6 +192,7 @@ def test_a_gpu_takes_all_bytes_from_little_pinned_memory(tmp_path, mesh, monkeyp
     stored = {f"w{number:02}": np.full((64, 64), number, np.float32) for number in range(40)}
     write(tmp_path / "model.safetensors", stored)
     pinned, arenas, outside, batches_sent = [], [], [], []
+    put, real_send = jax.device_put, InFlight.send
 
     def device_put(array, sharding):
         if not left:
@@ -209,13 +210,10 @@ def test_a_gpu_takes_all_bytes_from_little_pinned_memory(tmp_path, mesh, monkeyp
         outside.extend(shard for shard in shards.values() if not np.may_share_memory(shard, arenas[0]))
         return arrays.assemble(sharding, shape, dtype, shards)
 
-    put = jax.device_put
-
     def send(in_flight, batch):
         batches_sent.append(batch)
         real_send(in_flight, batch)
 
-    real_send = InFlight.send
     monkeypatch.setattr(InFlight, "send", send)
     monkeypatch.setattr(fill, "pinned_arena", arena)
     monkeypatch.setattr(fill, "assemble", assemble)
