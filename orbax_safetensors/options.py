@@ -32,8 +32,8 @@ class SafetensorsOptions:
       threads: reads or writes in flight at once, by default up to 16 for files and 64 for object stores.
       dequantize: what a family makes of quantised tensors: True decodes them, "split" makes codes, scales and zero
         points leaves of their own, `qvalue`, `scale` and `zero_point`, and False keeps them as they are stored.
-      cooperative: whether each process reads a part of what several need, and the devices exchange the parts.
-      join_timeout_secs: how long a process waits for others that have not begun the same save or cooperative restore.
+      join_timeout_secs: how long a process waits for others that have not begun the same save, or the same restore if
+        one of them reads for others.
 
     Attributes: Memory
       in_flight_bytes: host memory for bytes on their way to or from an accelerator, mapped pages of files included.
@@ -58,7 +58,6 @@ class SafetensorsOptions:
     progress: Progress | None = field(default=None, repr=False, compare=False)
     threads: int | None = None
     dequantize: Dequantize = True
-    cooperative: bool = False
     join_timeout_secs: float = 600
 
     in_flight_bytes: int = 2 * 2**30
@@ -98,7 +97,7 @@ class SafetensorsOptions:
             )
         if not isinstance(self.direct, bool) and self.direct != "auto":
             raise SafetensorsError(f"SafetensorsOptions: direct is {self.direct!r}, must be True, False or 'auto'")
-        for name in ("cooperative", "checksums", "map_files"):
+        for name in ("checksums", "map_files"):
             if not isinstance(value := getattr(self, name), bool):
                 raise SafetensorsError(f"SafetensorsOptions: {name} is {value!r}, must be True or False")
         if self.alias and self.checksums:

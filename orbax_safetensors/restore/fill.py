@@ -95,10 +95,8 @@ class Filling:
             options = replace(options, map_files=False)  # the runtime would copy mapped bytes, more slowly than a read
         self.sources = Sources(checkpoint, options, pace, sums, self.in_flight)
 
-    def fill(self, targets: Sequence[Target], counted: int | None = None) -> list[Any]:
+    def fill(self, targets: Sequence[Target]) -> list[Any]:
         """Return the values of `targets`, with the shards of this process. Devices have them on return.
-
-        `counted` are the bytes that the targets count for progress, by default those that are filled.
 
         Arrays in host memory are read straight into place. Bytes on their way to accelerators take at most
         `options.in_flight_bytes` of host memory, because devices put longer leaves together. If they cannot, such a
@@ -129,7 +127,7 @@ class Filling:
 
         total = max(sum(batch.nbytes for batch in batched), 1)
         if self._meter is not None:
-            self._meter.begin(total if counted is None else counted)
+            self._meter.begin(total)
         with working(self.sources.tasks(batched), self._threads, cancel):
             for batch in batched:
                 while not batch.filled.ended.wait(SECONDS):

@@ -29,7 +29,6 @@ from orbax_safetensors.restore.cost import (
     RestorePlan,
     ShardSize,
 )
-from orbax_safetensors.restore.parts import exchanges, parts_of
 from orbax_safetensors.restore.request import Partial, RestoreRequest
 from orbax_safetensors.restore.run import seen
 from orbax_safetensors.restore.target import Target
@@ -66,7 +65,6 @@ def plan_restore(
     - A restore to accelerators goes in batches, and parts of long leaves, and joins no requests of two of them. What
       it maps counts as ranges of at most 16 MiB, of which a tenth at most are gaps. A shard that is one long answer of
       a server is one request.
-    - A restore whose devices exchange leaves goes in batches of half of `in_flight_bytes`.
     - With `alias`, a restore does not read what it maps.
     - Past the page cache, it may have more threads, with 2 MiB for each.
 
@@ -142,7 +140,7 @@ class PlannedRestore:
         """Return what a process moves."""
         blocks = [
             target.block(box)
-            for target, held in zip(self._read_targets, self._read_boxes, strict=True)
+            for target, held in zip(self.targets, self._held_boxes, strict=True)
             for box in held.read(process)
         ]
         return self.checkpoint.transfer(blocks, self.pace)
@@ -195,28 +193,10 @@ class PlannedRestore:
 
     @cached_property
     def _held_boxes(self) -> list[_Boxes]:
-        """What processes hold of each target."""
-        return self._boxes_of_all(self.targets)
-
-    @cached_property
-    def _read_targets(self) -> list[Target]:
-        """The targets as they are read: in parts, if devices exchange these."""
-        return [self._as_read(target) for target in self.targets]
-
-    @cached_property
-    def _read_boxes(self) -> list[_Boxes]:
-        """What processes read of each target."""
-        return self._boxes_of_all(self._read_targets)
-
-    def _as_read(self, target: Target) -> Target:
-        parts = parts_of(target, self.dealt) if exchanges(self.options) else None
-        return target if parts is None else parts.target(target)
-
-    def _boxes_of_all(self, targets: Sequence[Target]) -> list[_Boxes]:
-        """Return what processes hold of each target; targets that are sharded alike share it."""
+        """What processes hold of each target; targets that are sharded alike share it."""
         known: dict[Hashable, _Boxes] = {}
         out = []
-        for target in targets:
+        for target in self.targets:
             key = (target.kind, target.sharding, target.shape, target.broadcast)
             if key not in known:
                 known[key] = self._boxes_of(target)
@@ -238,9 +218,8 @@ class PlannedRestore:
 
     def _reads(self, target: Target) -> Reads:
         """Return what the processes that are looked at read of one leaf."""
-        part = self._as_read(target)
-        held = self._boxes_of(part)
-        blocks = [[part.block(box) for box in held.read(process)] for process in self.looked_at]
+        held = self._boxes_of(target)
+        blocks = [[target.block(box) for box in held.read(process)] for process in self.looked_at]
         transfers = [self.checkpoint.transfer(read_here, self.pace) for read_here in blocks]
         return Reads(
             sum(transfer.needed_bytes for transfer in transfers), sum(transfer.moved_bytes for transfer in transfers)
@@ -264,7 +243,7 @@ class PlannedRestore:
 
     def _add_traffic(self, process: int, transfer: TransferPlan, traffic: np.ndarray) -> None:
         """Add the figures of `LeafReads` that a process has of each leaf."""
-        leaf_of = np.repeat(np.arange(len(self.targets)), [len(held.read(process)) for held in self._read_boxes])
+        leaf_of = np.repeat(np.arange(len(self.targets)), [len(held.read(process)) for held in self._held_boxes])
         blocks = np.array(transfer.blocks(), np.int64).reshape(-1, 4)
         np.add.at(traffic, leaf_of[blocks[:, 0]], blocks[:, 1:])
 

@@ -1,8 +1,7 @@
 """Single-replica restores: one replica of the mesh reads, the others receive over the network between devices.
 
 Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` are restored so, which pays if storage is slower than
-the network and there are many replicas. In `cooperative`, every process reads a part; here the readers are fixed. In
-both, all processes agree that none has failed before devices send anything.
+the network and there are many replicas. All processes agree that none has failed before devices send anything.
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
     processes = sorted({device.process_index for mesh in meshes for device in mesh.devices.flat})
     active = ActiveProcesses(tuple(processes), processes[0])
     key = new_key("broadcast", active=active)
-    with collectives.ended_by_sigterm():
-        values = together(key, read, active=active)
-        sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
-        jax.block_until_ready(sent)
+    values = together(key, read, active=active)
+    sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
+    jax.block_until_ready(sent)
     for at, value in zip(spread, sent, strict=True):
         values[at] = value
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,13 +13,11 @@ from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant, with_variant
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.devices.agreement import same
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.restore import cooperative, replicas
+from orbax_safetensors.restore import replicas
 from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.fill import filling
 from orbax_safetensors.restore.match import Matched, match, match_all, placed
-from orbax_safetensors.restore.parts import exchanges
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.restore.together import ALONE, Keys, all_or_none, at_one_commit, keys_of
@@ -31,48 +29,31 @@ def restore(request: RestoreRequest) -> Any:
 
     Raises:
       TensorMismatchError: the request does not fit the checkpoint, or a cast that it does not ask for would change
-        values. With `cooperative`, also if the processes do not restore the same.
+        values.
       MappingError: there is no such family, or it does not fit the checkpoint.
-      StorageError, HeaderError, IndexFileError: the checkpoint cannot be read, is not valid, or changed. If processes
-        exchange what they read, also if another one fails.
+      StorageError, HeaderError, IndexFileError: the checkpoint cannot be read, is not valid, or changed. If one replica
+        reads for others, also if another process fails.
     """
     options = request.options
     keys = keys_of(request) if jax.process_count() > 1 else ALONE
     if keys.restore is None:
-        checkpoint, matched, comparison, batches = _prepared(request, keys)
+        checkpoint, matched, comparison = _prepared(request, keys)
     else:
-        facts: str | Callable[[_Prepared], str] = ""
-        check: Callable[[Mapping[int, str]], None] = same
-        if exchanges(options):
-            facts, check = _exchange_facts, cooperative.check
-        checkpoint, matched, comparison, batches = all_or_none(
-            keys.restore, partial(_prepared, request, keys), facts, check=check, timeout_secs=options.join_timeout_secs
-        )
+        prepare = partial(_prepared, request, keys)
+        checkpoint, matched, comparison = all_or_none(keys.restore, prepare, timeout_secs=options.join_timeout_secs)
     targets = matched.targets
-    values: dict[int, Any] = {}
     with filling(checkpoint, targets, comparison, options) as under_way:
-        # Exchanges come first: a process that fails in its direct reads then leaves no other process waiting.
-        if keys.restore is not None and batches:
-            values |= cooperative.exchanged(under_way, batches, keys.restore)
-        numbers = [number for number in range(len(targets)) if number not in values]
-        direct = [targets[number] for number in numbers]
-        broadcast = any(target.broadcast for target in direct)
-        filled = replicas.fill(under_way, direct) if broadcast else under_way.fill(direct)
-        values |= zip(numbers, filled, strict=True)
-    return matched.tree(values[number] for number in range(len(targets)))
+        if any(target.broadcast for target in targets):
+            return matched.tree(replicas.fill(under_way, targets))
+        return matched.tree(under_way.fill(targets))
 
 
 class _Prepared(NamedTuple):
-    """A restore before any tensor is read, with what checks tensors, and the batches of leaves to read in parts."""
+    """A restore before any tensor is read, with what checks tensors."""
 
     checkpoint: Checkpoint
     matched: Matched
     comparison: Comparison | None
-    batches: cooperative.Batches
-
-
-def _exchange_facts(prepared: _Prepared) -> str:
-    return cooperative.facts(prepared.checkpoint, prepared.batches)
 
 
 def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
@@ -84,12 +65,8 @@ def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
     with no_collection():
         checkpoint, matched = seen(request, stored)
         matched = placed(matched, checkpoint.path)
-        shared = keys.restore is not None and exchanges(options)
-        batches = (
-            cooperative.exchange_batches(checkpoint, matched.targets, options.in_flight_bytes // 2) if shared else []
-        )
         comparison = Comparison(checkpoint, partial=request.partial) if options.checksums else None
-        return _Prepared(checkpoint, matched, comparison, batches)
+        return _Prepared(checkpoint, matched, comparison)
 
 
 def seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:

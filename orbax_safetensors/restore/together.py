@@ -1,4 +1,4 @@
-"""What all processes of a restore do together, whether devices exchange anything or not.
+"""What all processes of a restore do together.
 
 They may read headers for each other, have to read one commit of a repository, and raise together if one of them cannot
 open the checkpoint. What that is follows from the request alone, before the checkpoint is open.
@@ -6,7 +6,7 @@ open the checkpoint. What that is follows from the request alone, before the che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -14,10 +14,8 @@ import jax
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.shared_headers import MIN_PROCESSES
-from orbax_safetensors.devices import collectives
-from orbax_safetensors.devices.agreement import first, new_key, same, together, withdraw
+from orbax_safetensors.devices.agreement import first, new_key, together, withdraw
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.restore.parts import exchangeable, exchanges
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.storage.paths import is_url
 from orbax_safetensors.storage.schemes import is_unpinned
@@ -48,10 +46,10 @@ def keys_of(request: RestoreRequest) -> Keys:
     Headers are shared in any restore of arrays over devices of all processes from a server, if there are many. Raises
     `TensorMismatchError` if arrays over devices of only some processes would have to be of one commit.
     """
-    path, count, options = request.path, jax.process_count(), request.options
+    path, count = request.path, jax.process_count()
     if request.shards_all:  # the arrays are not known before the checkpoint is open
-        sends = exchanges(options)
-        all_restore = shared = is_unpinned(path) or sends
+        sends = False
+        all_restore = shared = is_unpinned(path)
     else:
         spread = [leaf for leaf in request.leaf_requests() if len(leaf.processes) > 1]
         everywhere = [leaf for leaf in spread if len(leaf.processes) == count]
@@ -61,7 +59,7 @@ def keys_of(request: RestoreRequest) -> Keys:
                 "commit, which is in the path of open_checkpoint"
             )
         shared = bool(everywhere)
-        sends = any(leaf.broadcast or (exchanges(options) and exchangeable(leaf)) for leaf in everywhere)
+        sends = any(leaf.broadcast for leaf in everywhere)
         all_restore = sends or (shared and is_unpinned(path))
     # Made only for what all processes do, so that they count keys alike. If devices send bytes to each other, a process
     # may have a copy of the checkpoint at another path.
@@ -87,20 +85,9 @@ def at_one_commit(checkpoint: Checkpoint, request: RestoreRequest, key: str) -> 
     return read_checkpoint(pinned, request.options.storage_options, partial=request.partial)
 
 
-def all_or_none(
-    key: str,
-    do: Callable[[], _T],
-    facts: str | Callable[[_T], str] = "",
-    *,
-    check: Callable[[Mapping[int, str]], None] = same,
-    timeout_secs: float,
-) -> _T:
-    """Call `do` in every process that makes the restore of `key`; if it fails in one, all raise.
-
-    The arguments are those of `agreement.together`.
-    """
+def all_or_none(key: str, do: Callable[[], _T], *, timeout_secs: float) -> _T:
+    """Call `do` in every process that makes the restore of `key`; if it fails in one, all raise."""
     try:
-        with collectives.ended_by_sigterm():
-            return together(f"{key}/decided", do, facts, check=check, timeout_secs=timeout_secs)
+        return together(f"{key}/decided", do, timeout_secs=timeout_secs)
     finally:
         withdraw(f"{key}/commit")  # all have read it

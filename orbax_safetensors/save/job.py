@@ -26,7 +26,6 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME, write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
-from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
 from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import storage_errors
@@ -162,8 +161,7 @@ class SaveJob:
             return kept(self.shards.groups, copied_later=self.files.store.is_local)
 
         # Before a process begins to write, all have the memory.
-        with collectives.ended_by_sigterm():
-            shards = together(f"{self.key}/copies", keep, active=self.request.active)
+        shards = together(f"{self.key}/copies", keep, active=self.request.active)
         return replace(self, request=replace(self.request, item=None), shards=shards, deliveries=None)
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Restores in two processes onto emulated accelerators: directly, cooperatively, and by one replica."""
+"""Restores in two processes onto emulated accelerators: directly, and by one replica."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ def test_every_layout_of_a_tree(name, request, tmp_path):
 
 
 def test_restores_of_one_process_wait_for_nobody(web):
-    """As devices exchange nothing of them; and the next one that all make finds them in step."""
+    """As no process reads for another; and the next one that all make finds them in step."""
     write(web.root / "model.safetensors", {"a": np.arange(2**16, dtype=np.float32).reshape(64, 1024)})
     found = launch("tests.multiprocess.workers_remote:alone", web.url, processes=2, devices=1)
     assert found == [{"errors": {}, "wrong": []}] * 2

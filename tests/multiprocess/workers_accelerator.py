@@ -39,8 +39,6 @@ def _restores() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         together = len(case.specs) > 1
         if together or (case.mesh == "2x4" and all(name.startswith("bf16") for name in case.specs)):
             yield case.id, {}, _args(case, ocp.ArrayRestoreArgs)
-        if case.id == "2x4 all both":
-            yield f"{case.id} cooperative", {"cooperative": True}, _args(case, ocp.ArrayRestoreArgs)
     case = next(case for case in cases.matrix() if case.id == "2x4 all leading")
     own = {
         name: jax.sharding.PartitionSpec(*("y" if axes else None for axes in spec)) for name, spec in case.specs.items()

@@ -136,8 +136,9 @@ def a_restore_that_a_process_does_not_make(root: Path) -> dict[str, Any]:
         return {}
     everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
     item = {"rows": jax.ShapeDtypeStruct((24, 16), np.float32, sharding=everywhere)}
-    request = ost.SafetensorsRestore(item, partial_restore=True)
-    options = ost.SafetensorsOptions(cooperative=True, join_timeout_secs=SHORT.join_timeout_secs)
+    args = {"rows": ocp.type_handlers.SingleReplicaArrayRestoreArgs(sharding=everywhere)}
+    request = ost.SafetensorsRestore(item, args, partial_restore=True)
+    options = ost.SafetensorsOptions(join_timeout_secs=SHORT.join_timeout_secs)
     return error_of(lambda: ost.SafetensorsHandler(options=options).restore(root / "ours", request))
 
 

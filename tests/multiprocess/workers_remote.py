@@ -46,19 +46,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def alone(url: str) -> dict[str, Any]:
     """What the first process restores alone, then a restore of all: errors, and shards that are wrong."""
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P(None, "x"))
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     expected = np.arange(2**16, dtype=np.float32).reshape(64, 1024)
 
-    def restore(args: Any, own: Any = sharding, cooperative: bool = True) -> Any:
-        item = {"a": jax.ShapeDtypeStruct((64, 1024), np.float32, sharding=own)}
-        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(cooperative=cooperative, join_timeout_secs=60))
+    def restore(args: Any) -> Any:
+        item = {"a": jax.ShapeDtypeStruct((64, 1024), np.float32, sharding=sharding)}
+        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(join_timeout_secs=60))
         return handler.restore(url, ost.SafetensorsRestore(item, {"a": args}))["a"]
 
     ways = {
         "NumPy arrays": lambda: restore(ocp.RestoreArgs(restore_type=np.ndarray)),
-        "host memory": lambda: restore(ocp.RestoreArgs(), sharding.with_memory_kind("pinned_host")),
         "placeholders": lambda: restore(ocp.PLACEHOLDER),
-        "not asked for": lambda: restore(ocp.RestoreArgs(), cooperative=False),
+        "an array over all devices": lambda: restore(ocp.RestoreArgs()),
     }
     errors = {}
     for name, way in ways.items() if jax.process_index() == 0 else ():
@@ -66,4 +65,7 @@ def alone(url: str) -> dict[str, Any]:
             way()
         except ost.SafetensorsError as error:
             errors[name] = str(error)
-    return {"errors": errors, "wrong": different_shards(restore(ocp.RestoreArgs()), expected)}
+    return {
+        "errors": errors,
+        "wrong": different_shards(restore(ocp.type_handlers.SingleReplicaArrayRestoreArgs()), expected),
+    }
