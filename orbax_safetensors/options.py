@@ -36,9 +36,8 @@ class SafetensorsOptions:
         one of them reads for others.
 
     Attributes: Memory
-      in_flight_bytes: host memory for bytes on their way to or from an accelerator, mapped pages of files included.
+      in_flight_bytes: host memory for bytes on their way to or from an accelerator.
       alias: whether CPU arrays share the pages of files, which are then read when they are used and must not change.
-      map_files: whether accelerators take bytes of local files from the page cache, without a copy on the host.
       direct: whether to read local files past the page cache; "auto" does so for more bytes than a quarter of memory.
 
     Attributes: Integrity
@@ -62,7 +61,6 @@ class SafetensorsOptions:
 
     in_flight_bytes: int = 2 * 2**30
     alias: bool = False
-    map_files: bool = True
     direct: bool | Literal["auto"] = "auto"
 
     checksums: bool = False
@@ -97,9 +95,8 @@ class SafetensorsOptions:
             )
         if not isinstance(self.direct, bool) and self.direct != "auto":
             raise SafetensorsError(f"SafetensorsOptions: direct is {self.direct!r}, must be True, False or 'auto'")
-        for name in ("checksums", "map_files"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise SafetensorsError(f"SafetensorsOptions: {name} is {value!r}, must be True or False")
+        if not isinstance(self.checksums, bool):
+            raise SafetensorsError(f"SafetensorsOptions: checksums is {self.checksums!r}, must be True or False")
         if self.alias and self.checksums:
             raise SafetensorsError(
                 "SafetensorsOptions: alias and checksums exclude each other, because alias reads nothing"

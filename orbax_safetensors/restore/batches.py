@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -45,8 +45,7 @@ class Fill(NamedTuple):
 class Batch:
     """Fills that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
 
-    `sent` are the `jax.Array`s that are made of these. If they leave host memory, `arrived` is called once devices have
-    them all.
+    `sent` are the `jax.Array`s that are made of these.
     """
 
     def __init__(self, fills: Sequence[Fill], *, leaves_host: bool) -> None:
@@ -58,7 +57,6 @@ class Batch:
         self.filled = Countdown()
         self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
         self.sent: list[jax.Array] = []
-        self.arrived: Callable[[], None] | None = None
 
 
 @no_collection()

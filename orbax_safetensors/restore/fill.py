@@ -47,8 +47,7 @@ EVENT_DURATION = "/jax/orbax/read/safetensors/duration_secs"
 # The most that goes at once to a device whose runtime copies it. XLA's client of GPUs copies less than 1 GiB into
 # memory that the card reads itself, and leaves more to the driver, which is slow. Others may do the same.
 _MOST_BYTES = 2**30 - 1
-# Batches on their way at once. More would hide more of what takes time now and then, but a program that wants to change
-# a mapped file would have to wait longer.
+# Batches on their way at once. More would hide more of what takes time now and then.
 _BATCHES = 8
 # Of pinned memory, which is slow to get, and which a device empties faster than this process fills it. XLA gets a power
 # of two in which it fits, with a few pages around it.
@@ -92,7 +91,6 @@ class Filling:
             self._most = room = min(options.in_flight_bytes, _PINNED_BYTES)
             self._part_bytes, self._batch_bytes = room // 2, room // _BATCHES
             self.in_flight = InFlight(options.in_flight_bytes, room, min(room, pinned.nbytes), pinned.arena)
-            options = replace(options, map_files=False)  # the runtime would copy mapped bytes, more slowly than a read
         self.sources = Sources(checkpoint, options, pace, sums, self.in_flight)
 
     def fill(self, targets: Sequence[Target]) -> list[Any]:
@@ -134,11 +132,7 @@ class Filling:
                     report(0 if batch.leaves_host else self.sources.share * batch.nbytes)
                 if failed.is_set():
                     break
-                try:
-                    _make_arrays(batch, values, growing)
-                except BaseException:
-                    self.sources.leases.abandon()
-                    raise
+                _make_arrays(batch, values, growing)
                 if batch.leaves_host:
                     self.in_flight.send(batch)
                 else:

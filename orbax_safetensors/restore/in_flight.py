@@ -79,11 +79,6 @@ class InFlight:
             self._collect()
             self._changed.notify_all()
 
-    def drain(self) -> None:
-        """Wait until all batches have arrived, also those that another thread has still to send."""
-        while self.wait_for_one():
-            pass
-
     def wait_for_one(self) -> bool:
         """Wait until one more batch has arrived; return whether there was one that had not."""
         with self._lock:
@@ -116,8 +111,6 @@ class InFlight:
             batch.sent.clear()
             taken = self._batches.pop(batch)
             self.arrived += batch.nbytes
-            if batch.arrived is not None:
-                batch.arrived()
             if taken is not None:
                 self._pool.give_back(taken)
             self._changed.notify_all()

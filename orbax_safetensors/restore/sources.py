@@ -1,27 +1,23 @@
-"""Where the bytes of a batch come from: a mapping of a local file, the answer of a server, or reads into memory.
+"""Where the bytes of a batch come from: the answer of a server, or reads into memory.
 
-A mapping and an answer go to the device as they are. Everything else is read into memory of a pool, which is used again
-once the device has it, or into memory that arrays on CPU devices keep.
+An answer goes to the device as it is. Everything else is read into memory of a pool, which is used again once the
+device has it, or into memory that arrays on CPU devices keep.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.geometry.strided import Copy, split
+from orbax_safetensors.geometry.strided import keeps_order, source_runs
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.batches import Batch, Fill
+from orbax_safetensors.restore.batches import Batch
 from orbax_safetensors.restore.in_flight import InFlight
-from orbax_safetensors.restore.leases import Leases, Range
-from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import Pace
@@ -29,25 +25,9 @@ from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
 from orbax_safetensors.transfer.sums import Sums
 
-# What a thread brings in of a mapping at a time. Two threads take a disk's and a page cache's full speed with that.
-_MAPPED_BYTES = 16 * 2**20
-# Shorter rows are not handed to a runtime, which copies them one by one.
-_ROW_BYTES = 64
-# Of the bytes that would be brought in. If fewer are, those that are needed are read, each run of them by itself.
-_LEAST_NEEDED = 0.9
-
-
-class Rows(NamedTuple):
-    """Where a file has all elements of a block, in their order: in `[begin, end)`, with `strides` in bytes."""
-
-    file: int
-    begin: int
-    end: int
-    strides: tuple[int, ...]
-
 
 class Sources:
-    """The files of a restore, open or leased, which tasks fill batches from.
+    """The open files of a restore, which tasks fill batches from.
 
     `num_reads` and `needed_bytes` are those of the tasks so far.
     """
@@ -58,15 +38,13 @@ class Sources:
         """Open no file yet; `sums` get what is read."""
         self.num_reads = self.needed_bytes = 0
         self.reader = Reader(checkpoint.open_file, pace.requests, sums)
-        self.leases = Leases()
         self._checkpoint, self._options, self._pace, self._in_flight = checkpoint, options, pace, in_flight
         self._mappings: dict[int, memoryview] = {}  # of files that arrays alias, by number
         self._staying_bytes = 0, 1  # that were read before, and that are to be read
 
     def close(self) -> None:
-        """End all leases, and close all files."""
-        with contextlib.closing(self.reader):
-            self.leases.close()
+        """Close all files."""
+        self.reader.close()
 
     @property
     def share(self) -> float:
@@ -91,29 +69,19 @@ class Sources:
         yield from self.reader.tasks(plan, blocks, memory)
 
     def _leaving(self, batch: Batch) -> Iterator[Callable[[], object]]:
-        if wanted := self.leases.wanted:
-            self.leases.refuse(wanted)
-            self._in_flight.drain()  # which lets them go
-        leases: dict[int, LeasedMapping] = {}
         with no_collection():
-            ranges = self._map(batch, leases)
             answers = self._answered(batch)
-            answered = {number for number, _ in answers}
-            left, blocks, plan = self._planned(batch, answered)
+            left, blocks, plan = self._planned(batch, answers)
             offsets = direct_offsets(plan, self._checkpoint.store)
         memory = self._in_flight.take(batch, [block.nbytes for block in blocks], offsets)
-        if leases:
-            batch.arrived = partial(self.leases.let_go, [*leases], ranges)  # by number: it must not hold the memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
             if number in empty or prod(block.shape) != block.box.volume:  # elements over the end of its view
                 memory[number][:] = 0
         self._place(batch, left, memory)
-        self.num_reads += len(ranges) + len(answers)
-        for range_ in ranges:
-            yield partial(self._populate, *range_)
-        for number, rows in answers:
-            yield partial(self._answer, batch, number, rows)
+        self.num_reads += len(answers)
+        for number, place in answers.items():
+            yield partial(self._answer, batch, number, *place)
         yield from self.reader.tasks(plan, blocks, memory)
 
     def _planned(self, batch: Batch, without: Iterable[int] = ()) -> tuple[list[int], list[Block], TransferPlan]:
@@ -137,9 +105,10 @@ class Sources:
         for fill in batch.fills:
             can_share = fill.target.kind is jax.Array
             for block in fill.blocks:
-                rows = _rows_of(block, self._checkpoint.location) if can_share else None
-                if rows is not None and rows.end - rows.begin == block.nbytes and rows.begin % ALIGNMENT == 0:
-                    batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._mapped(rows.file), rows.begin)
+                place = _contiguous(block, self._checkpoint.location) if can_share else None
+                if place is not None and place[1] % ALIGNMENT == 0:
+                    file, begin = place
+                    batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._mapped(file), begin)
                 at += 1
 
     def _mapped(self, number: int) -> memoryview:
@@ -148,133 +117,41 @@ class Sources:
             self._mappings[number] = self.reader.file(number).map()
         return self._mappings[number]
 
-    def _populate(self, number: int, begin: int, end: int) -> None:
-        """Bring bytes of a leased file into memory."""
-        self.leases.populate(number, begin, end)
-        self.reader.count(1, end - begin)
-
-    def _map(self, batch: Batch, leases: dict[int, LeasedMapping]) -> list[Range]:
-        """Let blocks be rows of mapped files, if these hold little else; return the ranges to bring in.
-
-        Files that are leased for the batch are added to `leases`.
-        """
-        if not self._options.map_files or self._options.checksums or not self._checkpoint.store.is_local:
-            return []
-        ranges: list[Range] = []
-        first = 0
-        for fill in batch.fills:
-            mappable = self._mappable(fill, leases)
-            brought = joined((rows.file, rows.begin, rows.end) for rows in mappable.values())
-            needed = sum(fill.blocks[at].nbytes for at in mappable)
-            if needed >= _LEAST_NEEDED * sum(end - begin for _, begin, end in brought):
-                ranges += brought
-                self.needed_bytes += needed
-                for at, rows in mappable.items():
-                    block, memory = fill.blocks[at], leases[rows.file].memory
-                    batch.arrays[first + at] = np.ndarray(block.shape, block.dtype, memory, rows.begin, rows.strides)
-            first += len(fill.blocks)
-        return [
-            (file, at, min(at + _MAPPED_BYTES, end))
-            for file, begin, end in joined(ranges)
-            for at in range(begin, end, _MAPPED_BYTES)
-        ]
-
-    def _mappable(self, fill: Fill, leases: dict[int, LeasedMapping]) -> dict[int, Rows]:
-        """Return where blocks lie in files that can be mapped, by their number in the fill. Add to `leases`."""
-        mappable = {}
-        for number, block in enumerate(fill.blocks):
-            rows = _rows_of(block, self._checkpoint.location)
-            if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
-                continue
-            if rows.file not in leases:
-                if (mapping := self.leases.hold(rows.file, self.reader.file(rows.file))) is None:
-                    continue
-                leases[rows.file] = mapping
-            if leases[rows.file].serves(rows.begin, rows.end):
-                mappable[number] = rows
-        return mappable
-
-    def _answered(self, batch: Batch) -> list[tuple[int, Rows]]:
-        """Return the blocks that are one long request to a server, by number."""
+    def _answered(self, batch: Batch) -> dict[int, tuple[int, int]]:
+        """Return the blocks that are one long request to a server, by number, with the file and the offset."""
         if self._checkpoint.store.is_local:
-            return []
+            return {}
         most = self._pace.max_request_bytes
-        out = []
+        out = {}
         for number, block in enumerate(batch.blocks):
-            if most // 2 <= block.nbytes <= most:
-                rows = _rows_of(block, self._checkpoint.location)
-                if rows is not None and rows.end - rows.begin == block.nbytes:
-                    out.append((number, rows))
-                    self.needed_bytes += block.nbytes
+            if most // 2 <= block.nbytes <= most and (place := _contiguous(block, self._checkpoint.location)):
+                out[number] = place
+                self.needed_bytes += block.nbytes
         return out
 
-    def _answer(self, batch: Batch, number: int, rows: Rows) -> None:
+    def _answer(self, batch: Batch, number: int, file: int, begin: int) -> None:
         block = batch.blocks[number]
-        answer = self.reader.fetch(rows.file, rows.begin, block.nbytes)
+        answer = self.reader.fetch(file, begin, block.nbytes)
         assert answer is not None, "a store that is not local answers"
         if answer.ctypes.data % block.dtype.alignment:
             answer = answer.copy()
         batch.arrays[number] = np.ndarray(block.shape, block.dtype, answer)
 
 
-def _rows_of(block: Block, locate: Callable[[str], Location]) -> Rows | None:
-    """Return where a block lies in a file, None if it does not, and would have to be put together, reordered or cast.
+def _contiguous(block: Block, locate: Callable[[str], Location]) -> tuple[int, int] | None:
+    """Return the file, and the offset in it, at which a block lies as it is in memory.
 
-    Its innermost elements lie side by side, as in a row of a matrix.
+    None if it lies nowhere so, and has to be put together, reordered or cast.
     """
     copies = block.view.copies(block.box, block.shape)
     if len(copies) != 1:
         return None
     ((name, copy, ops),) = copies
-    if name is None:
+    if name is None or copy.elements != prod(block.shape) or not keeps_order(copy):
         return None
     location = locate(name)
     if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
         return None
-    itemsize = block.dtype.itemsize
-    rows = _strides(copy, block.shape)
-    begin = location.begin + copy.source * itemsize
-    if rows is None or begin % block.dtype.alignment:
-        return None
-    elements, strides = rows
-    return Rows(location.file, begin, begin + elements * itemsize, tuple([stride * itemsize for stride in strides]))
-
-
-@lru_cache(maxsize=2**12)  # layers of a model have the same
-def _strides(copy: Copy, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
-    """Return from the first to behind the last source element how far it is, and the stride of each dimension.
-
-    None if the copy does not fill an array of `shape` in the order of its source, with the innermost stride 1.
-    """
-    if copy.elements != prod(shape):  # the rest is padding
-        return None
-    steps = [stride for _, stride, _ in copy.modes]
-    dims = split(tuple([(size, stride) for size, stride, _ in copy.modes]), shape)
-    if dims is None or any(len(modes) > 1 for modes in dims) or steps != sorted(steps, reverse=True):
-        return None
-    if steps and steps[-1] != 1:
-        return None
-    last = sum((size - 1) * stride for size, stride, _ in copy.modes)
-    return last + 1, tuple([modes[0][1] if modes else 1 for modes in dims])
-
-
-def _row_bytes(block: Block, rows: Rows) -> int:
-    """Return how many bytes of a block lie side by side at least."""
-    nbytes = block.dtype.itemsize
-    for size, stride in zip(reversed(block.shape), reversed(rows.strides), strict=True):
-        if size > 1:
-            if stride != nbytes:
-                break
-            nbytes *= size
-    return nbytes
-
-
-def joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return the ranges, sorted, with those of a file as one that touch or overlap."""
-    out: list[Range] = []
-    for file, begin, end in sorted(ranges):
-        if out and out[-1][0] == file and begin <= out[-1][2]:
-            out[-1] = (file, out[-1][1], max(out[-1][2], end))
-        else:
-            out.append((file, begin, end))
-    return out
+    runs = source_runs(copy, block.dtype.itemsize)
+    begin = location.begin + runs.begin
+    return None if runs.modes or begin % block.dtype.alignment else (location.file, begin)

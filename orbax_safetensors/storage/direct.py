@@ -44,8 +44,6 @@ def reading(store: Store, direct: bool | Literal["auto"], nbytes: int) -> Store:
 class DirectFile(LocalFile):
     """A local file that is read past the page cache; see `store.File`."""
 
-    maps_only_cached = True  # the rest would fill the cache
-
     def __init__(self, path: str) -> None:
         """Open `path` as `LocalFile` does. If its file system refuses direct reads, all reads are the usual ones."""
         super().__init__(path)

@@ -16,7 +16,6 @@ import numpy as np
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
-from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.paths import missing
 from orbax_safetensors.storage.store import Cost, Stamp
 
@@ -50,8 +49,6 @@ _MIN_BEGIN_BYTES = 2**20
 
 class LocalFile:
     """A local file that is open for reading; see `store.File`."""
-
-    maps_only_cached = False  # whether `lease` is only for what is in the page cache
 
     def __init__(self, path: str) -> None:
         """Open `path`; raise `StorageError` if it cannot be read or is not a regular file."""
@@ -95,16 +92,6 @@ class LocalFile:
             return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StorageError(f"{self.path}: cannot be mapped into memory: {error}") from error
-
-    def lease(self) -> LeasedMapping | None:
-        """Return the file mapped under a read lease."""
-        try:
-            return LeasedMapping(self._descriptor, self.path, self._read_away, only_cached=self.maps_only_cached)
-        except OSError:
-            return None
-
-    def _read_away(self, offset: int, nbytes: int) -> None:
-        self.read([(offset, [memoryview(bytearray(nbytes))])])
 
     def check(self, stamp: Stamp) -> None:
         """Raise `StorageError` if size, modification time or inode differ from those in `stamp`."""

@@ -133,9 +133,6 @@ class RemoteFile:
         """Raise `StorageError`, see `RemoteStore.is_local`."""
         raise StorageError(f"{self.path}: is not on a local file system, and cannot be mapped into memory")
 
-    def lease(self) -> None:
-        """Return None, see `map`."""
-
     def check(self, stamp: Stamp) -> None:
         """Raise `StorageError` if this is another state than `stamp`. Each answer has been checked already."""
         if stamp != self.stamp:

@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage.leased_mapping import LeasedMapping
 
 # The version of all states of a file if its server sends none.
 UNKNOWN = "unknown"
@@ -107,9 +106,6 @@ class File(Protocol):
 
     def map(self) -> memoryview:
         """Return the whole file as read-only memory. It is read when it is touched, and lives as long as it is used."""
-
-    def lease(self) -> LeasedMapping | None:
-        """Return the whole file as memory that no other program can take away; None if that is not possible here."""
 
     def check(self, stamp: Stamp) -> None:
         """Raise `StorageError` if bytes that were read may be of another state than `stamp`."""

@@ -1,7 +1,6 @@
 """Restores onto accelerators: any view, dtype and sharding, through little memory, is what NumPy makes of it."""
 
 import math
-import os
 import tempfile
 import weakref
 from contextlib import nullcontext
@@ -24,10 +23,9 @@ from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, fill
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.storage import memory
-from orbax_safetensors.storage.local import LocalFile
 from orbax_safetensors.storage.memory import PAGE_BYTES
 from tests.support.accelerator import accelerator
-from tests.support.files import random_bits, write, write_indexed
+from tests.support.files import random_bits, write
 from tests.support.saves import assert_same_bits
 from tests.support.strategies import examples
 from tests.support.views import compositions
@@ -127,11 +125,11 @@ def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, 
         assert device.num_transfers == 16
 
 
-@pytest.mark.parametrize("way", ["mapped", "read", "pinned"])
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("turned", [False, True], ids=["as stored", "transposed"])
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, ("x", "y"))], ids=str)
 def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
-    tmp_path, mesh, monkeypatch, way, turned, spec
+    tmp_path, mesh, monkeypatch, pinned, turned, spec
 ):
     monkeypatch.setattr(batches, "_LEAST_CUT_BYTES", 0)
     stored = random_bits(np.random.default_rng(1), (64, 96), np.dtype(ml_dtypes.bfloat16))
@@ -142,7 +140,7 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
         return {"w": w.transpose((1, 0)) if turned else w, "b": tensor("b", (96,))}
 
     family = Family("turned", (), leaves)
-    options = ost.SafetensorsOptions(in_flight_bytes=4096, map_files=way == "mapped")
+    options = ost.SafetensorsOptions(in_flight_bytes=4096)
     expected = {"w": stored.T if turned else stored, "b": stored[0]}
     shardings = {"w": NamedSharding(mesh, spec), "b": NamedSharding(mesh, P("y"))}
     target = {
@@ -152,7 +150,7 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
     # A program of the caller's may run on other devices.
     others = Mesh(np.array(jax.devices()[:2]), ("z",))
     with (
-        accelerator("random", max_bytes=2048 + 1, pinned=way == "pinned") as device,
+        accelerator("random", max_bytes=2048 + 1, pinned=pinned) as device,
         jax.set_mesh(others) if turned else nullcontext(),
     ):
         restored = ost.load(tmp_path, target, family=family, options=options)
@@ -180,7 +178,7 @@ def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh
         return buffers
 
     monkeypatch.setattr(memory, "allocate", counted)
-    options = ost.SafetensorsOptions(in_flight_bytes=1024, map_files=False)
+    options = ost.SafetensorsOptions(in_flight_bytes=1024)
     with accelerator():
         ost.load(tmp_path, NamedSharding(mesh, P()), options=options)
     assert len(made) == 8
@@ -302,29 +300,3 @@ def test_there_is_a_most_of_pinned_memory_and_a_power_of_two_has_room_for_it(tmp
     assert 2**16 <= least <= 2**16 + 16 * PAGE_BYTES
     assert 400_000 <= nbytes <= 400_000 + 50_000 + 16 * PAGE_BYTES
     assert fill._PINNED_BYTES + (least - 2**16) + PAGE_BYTES <= 2**29
-
-
-def test_a_checkpoint_of_many_files_keeps_few_of_them_leased(tmp_path, mesh, monkeypatch):
-    """Each lease takes two descriptors more than the file."""
-    stored = {f"w{number}": np.full((8, 64), number, np.float32) for number in range(60)}
-    write_indexed(tmp_path, [{name: array} for name, array in stored.items()])
-    before, most = len(os.listdir("/proc/self/fd")), 0
-    real = LocalFile.lease
-
-    def lease(file):
-        nonlocal most
-        mapped = real(file)
-        most = max(most, len(os.listdir("/proc/self/fd")))
-        return mapped
-
-    monkeypatch.setattr(LocalFile, "lease", lease)
-    with accelerator():
-        restored = ost.load(
-            tmp_path, NamedSharding(mesh, P("x")), options=ost.SafetensorsOptions(in_flight_bytes=16 * 2048)
-        )
-    for name, array in stored.items():
-        assert_same_bits(restored[name], array)
-    assert most - before < 60 + 2 * 30
-    for path in tmp_path.glob("*.safetensors"):  # nobody waits for a lease
-        with open(path, "r+b"):
-            pass

@@ -1,4 +1,4 @@
-"""A disk that cannot read a part of a file: an error that names the file, for mapped files as for others."""
+"""A disk that cannot read a part of a file: an error that names the file."""
 
 import os
 import subprocess
@@ -13,7 +13,6 @@ from tests.support.roots import ROOT
 
 pytestmark = pytest.mark.process
 
-# In a process of its own, which a `SIGBUS` would end.
 PROGRAM = """
 import sys
 import jax
@@ -21,7 +20,7 @@ import orbax_safetensors as ost
 from tests.support.accelerator import accelerator
 
 sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-options = ost.SafetensorsOptions(map_files=sys.argv[2] == "True", in_flight_bytes=2**15)
+options = ost.SafetensorsOptions(in_flight_bytes=2**15)
 for number in range(3):  # the page cache also has pages that could not be read
     try:
         with accelerator():
@@ -31,12 +30,11 @@ for number in range(3):  # the page cache also has pages that could not be read
 """
 
 
-@pytest.mark.parametrize("map_files", [True, False])
-def test_each_restore_says_what_cannot_be_read(tmp_path, map_files):
+def test_each_restore_says_what_cannot_be_read(tmp_path):
     write(tmp_path / "whole", {f"w{number:02}": np.ones(2**12, np.float32) for number in range(64)})
     with broken_file(tmp_path / "disk", (tmp_path / "whole").read_bytes()) as path:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, path, str(map_files)],
+            [sys.executable, "-c", PROGRAM, path],
             capture_output=True,
             text=True,
             check=False,

@@ -133,22 +133,21 @@ def test_who_waits_fails_at_the_end(monkeypatch):
     thread.join(20)
     assert raised == [CancelledError]
     with pytest.raises(CancelledError):
-        in_flight.drain()
+        in_flight.wait_for_one()
 
 
-def test_drain_waits_for_everything():
+def test_a_wait_ends_with_the_batch_that_arrives():
     in_flight = InFlight(100, 100, 100)
-    batch = taken(in_flight, 10)
-    thread, results = in_thread(in_flight.drain)
     sent = Sent()
-    send(in_flight, batch, sent)
+    send(in_flight, taken(in_flight, 10), sent)
+    thread, results = in_thread(in_flight.wait_for_one)
     assert sent.waited.wait(20)
     assert not results
     sent.arrived.set()
     thread.join(20)
-    assert results == [None]
+    assert results == [True]
     assert in_flight.arrived == 10
-    in_flight.drain()
+    assert not in_flight.wait_for_one()
 
 
 def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it():
@@ -161,7 +160,7 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
     sent[0].is_ready = lambda: False
     sent[0].arrived.set()
     with pytest.raises(RuntimeError, match="out of memory"):
-        in_flight.drain()
+        in_flight.wait_for_one()
     sent[0].is_ready = is_ready
     thread, _ = in_thread(in_flight.settle)
     assert sent[1].waited.wait(20)

@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-from orbax_safetensors.storage.leased_mapping import LeasedMapping
-
 
 def page_cache(monkeypatch, full):
     """Make the page cache seem to have all bytes, or none: what it holds, no test can know."""
@@ -23,8 +21,6 @@ def page_cache(monkeypatch, full):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "preadv", preadv)
-    for name in ("_seems_cached", "_is_cached"):
-        monkeypatch.setattr(LeasedMapping, name, lambda mapping, begin, end: full)
 
 
 def skip_if_refused(path):
