@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.devices.arrays import on_host
+from tests.support import hang
 from tests.support.roots import ROOT
 
 
@@ -73,7 +74,7 @@ def test_a_buffer_is_held_until_its_transfer_is_made_and_not_longer(emulation, m
 
     def wait(*args):
         begun.set()
-        assert begin.wait(60)
+        assert begin.wait(hang.SECONDS)
         lay_out(*args)
 
     monkeypatch.setattr(emulation, "_lay_out", wait)
@@ -82,7 +83,7 @@ def test_a_buffer_is_held_until_its_transfer_is_made_and_not_longer(emulation, m
         source = weakref.ref(values)
         array = jax.device_put(values, SingleDeviceSharding(jax.devices()[0]))
         del values
-        assert begun.wait(60)
+        assert begun.wait(hang.SECONDS)
         gc.collect(0)
         assert source() is not None
         assert not array.is_ready()

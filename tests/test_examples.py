@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import orbax_safetensors as ost
-from tests.support import examples
+from tests.support import examples, hang
 from tests.support.roots import ROOT
 
 MODELS = ROOT / "examples" / "small_models.py"
@@ -18,7 +18,7 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 pytestmark = pytest.mark.process
 
 
-def run(directory, *command, timeout=150):
+def run(directory, *command):
     """Run a command of Python's in `directory`, and return what it printed."""
     environment = {
         **os.environ,
@@ -32,7 +32,7 @@ def run(directory, *command, timeout=150):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=hang.SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +48,7 @@ def test_an_example(example, tmp_path):
 @pytest.mark.parametrize("example", TRAINING, ids=lambda path: path.stem)
 def test_training_that_is_killed_again_and_again(example, tmp_path):
     """The example itself compares what a process resumes from with what the killed one had, bit for bit."""
-    printed = run(tmp_path, example, "--kills", "3", timeout=600).splitlines()
+    printed = run(tmp_path, example, "--kills", "3").splitlines()
     assert sum(line.startswith("killed on a mesh of") for line in printed) == 3
     (resumed,) = (line for line in printed if line.startswith("resumed from steps"))
     assert resumed.endswith("every bit is the same")
@@ -67,7 +67,7 @@ def test_a_notebook(notebook, tmp_path):
     """All of its cells run; its own checks are among them."""
     for needed in ("nbclient", "ipykernel", "torch", "transformers"):
         pytest.importorskip(needed)
-    run(tmp_path, "-m", "jupyter", "execute", "--timeout=150", "--kernel_name=python3", notebook)
+    run(tmp_path, "-m", "jupyter", "execute", f"--timeout={hang.SECONDS:.0f}", "--kernel_name=python3", notebook)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "llama", "gemma3"])

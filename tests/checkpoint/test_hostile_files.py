@@ -2,7 +2,6 @@
 
 import gc
 import json
-import time
 import tracemalloc
 
 import numpy as np
@@ -20,7 +19,6 @@ MANY = 10**9
 SIZE = 1_000_000  # characters of what is monstrous in a file here
 LONGEST = 5000  # characters of a message
 MULTIPLE = 12  # of a file's bytes that reading it may take in memory
-SECONDS = 20  # of processor time, on a busy machine
 
 
 def entry(shape="[1]", extra="", dtype='"U8"', offsets="[0,1]"):
@@ -120,19 +118,17 @@ def tracing():
 
 @pytest.fixture
 def within(tracing):
-    """Calls a function, and checks what memory and time it takes."""
+    """Calls a function, and checks what memory it takes."""
 
     def call(nbytes, function):
         gc.collect()
         tracemalloc.reset_peak()
         before, _ = tracemalloc.get_traced_memory()
-        began = time.process_time()
         try:
             return function()
         finally:
             _, peak = tracemalloc.get_traced_memory()
             assert peak - before < MULTIPLE * nbytes + 4 * 2**20
-            assert time.process_time() - began < SECONDS
 
     return call
 
@@ -227,10 +223,8 @@ QUANTITIES = ["num_hidden_layers", "num_local_experts", "n_routed_experts", "num
 def test_a_config_of_a_huge_model_is_refused_soon(model, family, key, monkeypatch):
     monkeypatch.setattr("orbax_safetensors.mapping.family._MOST_TENSORS", 5000)
     (model / "config.json").write_text(json.dumps(sizes(**{key: MANY})))
-    began = time.process_time()
     with pytest.raises(ost.MappingError) as caught:
         ost.open_checkpoint(model, family=family)
-    assert time.process_time() - began < SECONDS
     message = str(caught.value)
     assert len(message) < LONGEST
     if "more than" in message:

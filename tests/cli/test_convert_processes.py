@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import orbax_safetensors as ost
+from tests.support import hang
 from tests.support.cli_conversions import (
     AFTER_BATCHES,
     HF,
@@ -37,7 +38,7 @@ def run(*argv, code="", env=None, **options):
         [sys.executable, "-W", "error", "-c", program, *map(str, argv)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=hang.SECONDS,
         cwd=ROOT,
         env={**os.environ, **(env or {})},
         **options,
@@ -193,7 +194,7 @@ def test_several_processes(tmp_path):
             for process in range(2)
         ]
         try:
-            (out, err), silent = (process.communicate(timeout=120) for process in running)
+            (out, err), silent = (process.communicate(timeout=hang.SECONDS) for process in running)
         finally:
             for process in running:
                 process.kill()

@@ -23,6 +23,7 @@ from orbax_safetensors.devices.agreement import (
     withdraw,
 )
 from orbax_safetensors.errors import HeaderError, StorageError, TensorMismatchError
+from tests.support import hang
 from tests.support.processes import Processes
 
 
@@ -231,8 +232,8 @@ def test_an_agreement_stays_for_slower_processes(processes, monkeypatch):
 
     def slowly(directory):
         if jax.process_index() == 2:
-            assert gone.acquire(timeout=30)
-            assert gone.acquire(timeout=30)
+            assert gone.acquire(timeout=hang.SECONDS)
+            assert gone.acquire(timeout=hang.SECONDS)
         return read(directory)
 
     monkeypatch.setattr(processes.service, "key_value_dir_get", slowly)

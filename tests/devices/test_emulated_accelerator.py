@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from orbax_safetensors.devices import arrays
 from orbax_safetensors.devices.sharding import box_of
 from orbax_safetensors.transfer.reader import Reader
+from tests.support import hang
 from tests.support.accelerator import accelerator, shard_nbytes
 from tests.support.both_devices import FAST, FURTHER, ONLY_CPU
 from tests.support.files import random_bits
@@ -99,7 +100,7 @@ def test_bytes_arrive_at_a_random_moment_before_somebody_waits(mesh, monkeypatch
         arrive = device._arrive
         monkeypatch.setattr(device, "_arrive", lambda transfer: (arrive(transfer), arrived.set()))
         array = handed_over(host, NamedSharding(mesh, P("x")))
-        assert arrived.wait(60)
+        assert arrived.wait(hang.SECONDS)
         assert array.is_ready()
     assert_same_bits(array, host)
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from tests.support import hang
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.type_handlers import assert_same, make_handler, sharded_args
 
@@ -330,7 +331,7 @@ import orbax_safetensors
 
 
 def in_a_fresh_process(code):
-    subprocess.run([sys.executable, "-c", REGISTRY + code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", REGISTRY + code], check=True, timeout=hang.SECONDS)
 
 
 @pytest.mark.process

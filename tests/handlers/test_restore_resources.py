@@ -21,6 +21,7 @@ from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from orbax_safetensors.storage import memory as arena
 from orbax_safetensors.transfer.reader import Reader
+from tests.support import hang
 from tests.support.accelerator import accelerator
 from tests.support.files import nothing_left, random_bits, write
 from tests.support.small_model import RNG, STEP, B, W, assert_same_bits, restore_alone, struct
@@ -176,7 +177,7 @@ def test_a_thread_that_cannot_be_started_stops_the_others(directory, monkeypatch
 
     read, stopped = [], threading.Event()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
-    monkeypatch.setattr(Reader, "_move", lambda *_: (read.append(1), stopped.wait(60)))
+    monkeypatch.setattr(Reader, "_move", lambda *_: (read.append(1), stopped.wait(hang.SECONDS)))
     monkeypatch.setattr(Reader, "cancel", lambda _: stopped.set())
     monkeypatch.setattr(local.LocalStore, "cost", dataclasses.replace(local.COST, max_request_bytes=16))
     with pytest.raises(KeyboardInterrupt):

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import local
+from tests.support import hang
 from tests.support.files import DTYPES, nothing_left, random_bits, stored_arrays
 from tests.support.strategies import examples
 
@@ -189,7 +190,7 @@ def held_back():
     real, go = os.pwritev, threading.Event()
 
     def wait(*args):
-        assert go.wait(60)
+        assert go.wait(hang.SECONDS)
         return real(*args)
 
     with mock.patch.object(local.os, "pwritev", wait):

@@ -1,9 +1,7 @@
-"""Full-size models, linked: nothing is moved, in seconds, and TensorStore opens any array in a moment."""
+"""Full-size models, linked: nothing is moved, and TensorStore opens any array."""
 
 import json
-import time
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,16 +9,12 @@ import tensorstore as ts
 
 import orbax_safetensors as ost
 from orbax_safetensors.format.dtypes import nbytes
-from orbax_safetensors.storage.process_memory import peak_bytes
 from tests.support.full_size import make, stored
 
 pytestmark = pytest.mark.full_size
 
 MAXTEXT = {"family": "maxtext", "variant": {"scan_layers": True}}
-# Seconds of CPU. On a machine that does nothing else it is a fraction of that.
-MOST_SECONDS = 30
 MOST_METADATA_BYTES = 64 * 2**20
-MOST_MEMORY_BYTES = 500 * 10**6
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +33,13 @@ def arrays(directory):
 
 
 def opened(directory, name):
-    """An array, and the seconds that it took to open it."""
     kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}, "path": f"{name}/"}
-    started = time.perf_counter()
-    array = ts.open({"driver": "zarr3", "kvstore": kvstore}, context=ts.Context()).result()
-    return array, time.perf_counter() - started
+    return ts.open({"driver": "zarr3", "kvstore": kvstore}, context=ts.Context()).result()
 
 
 @pytest.mark.parametrize(("tree", "num_arrays"), [({}, 46_183), (MAXTEXT, 52)], ids=["as it is", "MaxText's tree"])
 def test_deepseek_v3(tree, num_arrays, deepseek, tmp_path):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
-    resident, started = peak_bytes(), time.process_time()
     done = ost.link(deepseek, tmp_path / "link", **tree)
-    assert time.process_time() - started < MOST_SECONDS
-    assert done.peak_bytes - resident < MOST_MEMORY_BYTES
     assert done.made_bytes == 0
     assert done.num_arrays == num_arrays
     assert done.linked_bytes > 1.3e12
@@ -61,8 +48,7 @@ def test_deepseek_v3(tree, num_arrays, deepseek, tmp_path):
     names = arrays(tmp_path / "link")
     assert len(names) == num_arrays
     for name in names[:: max(num_arrays // 7, 1)]:
-        array, seconds = opened(tmp_path / "link", name)
-        assert seconds < 1
+        array = opened(tmp_path / "link", name)
         corner = array[tuple(slice(min(size, 2)) for size in array.shape)].read().result()
         assert not np.any(corner)
         assert prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize <= 16 * 2**20
@@ -72,9 +58,7 @@ def test_deepseek_v3(tree, num_arrays, deepseek, tmp_path):
 def test_plans(model, made, tmp_path):
     """Llama's queries and keys are permuted inside of heads, and have to be made."""
     make(model, tmp_path)
-    started = time.process_time()
     plan = ost.plan_link(tmp_path, tmp_path / "link", **MAXTEXT)
-    assert time.process_time() - started < MOST_SECONDS
     assert plan.linked_bytes + plan.made_bytes == sum(nbytes(*facts) for facts in stored(model).values())
     assert plan.made_bytes <= made * plan.linked_bytes
     assert (plan.made_bytes > 0) == (made > 0)

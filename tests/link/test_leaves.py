@@ -13,6 +13,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapping import Family, full, tensor
 from orbax_safetensors.orbax_store.ocdbt import Range, write_references
+from tests.support import hang
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -122,7 +123,7 @@ def test_two_links_at_once_leave_one_that_is_whole(tmp_path, monkeypatch):
         real(self)
         if threading.current_thread().name == "late" and not looked.is_set():
             looked.set()
-            assert other_done.wait(60)
+            assert other_done.wait(hang.SECONDS)
 
     monkeypatch.setattr(Staging, "check_free", late)
     raised = []
@@ -135,10 +136,10 @@ def test_two_links_at_once_leave_one_that_is_whole(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=link, name="late")
     thread.start()
-    assert looked.wait(60)
+    assert looked.wait(hang.SECONDS)
     ost.link(source)
     other_done.set()
-    thread.join(60)
+    thread.join(hang.SECONDS)
     assert "is already linked" in str(raised[0])
     np.testing.assert_array_equal(stock(source)["a"], A)
     assert ost.verify(source) == []

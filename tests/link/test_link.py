@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
-from tests.support import stock_links
+from tests.support import hang, stock_links
 from tests.support.family_samples import TREES, made_with
 from tests.support.link_models import DATA, made_by_maxtext
 
@@ -76,7 +76,7 @@ def read(links, tmp_path_factory):
         cwd=scratch,
         env=environment,
         check=False,
-        timeout=300,
+        timeout=hang.SECONDS,
     )
     assert worker.returncode == 0, worker.stderr
     return json.loads((scratch / "found.json").read_text())

@@ -19,7 +19,7 @@ from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.link.staging import ObjectStaging
 from orbax_safetensors.orbax_store import directories, open_orbax
-from tests.support import stock_links
+from tests.support import hang, stock_links
 from tests.support.link_models import (
     DATA,
     FAMILY,
@@ -140,7 +140,7 @@ def test_stock_orbax_restores_what_maxtexts_converter_made(orbax_gcs, tmp_path):
         cwd=tmp_path,
         env=environment,
         check=False,
-        timeout=300,
+        timeout=hang.SECONDS,
     )
     assert worker.returncode == 0, worker.stderr
     found = json.loads((tmp_path / "found.json").read_text())["gemma2"]

@@ -11,6 +11,7 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.multiprocess import workers_forced_saves as workers
+from tests.support import hang
 from tests.support.roots import ROOT
 
 
@@ -22,7 +23,7 @@ def report(tmp_path_factory):
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
         command = [sys.executable, "-m", workers.__name__, str(root), str(reserved.getsockname()[1])]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=100, stdin=subprocess.DEVNULL)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=hang.SECONDS, stdin=subprocess.DEVNULL)
     return root, json.loads((root / "report.json").read_text())
 
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 
 import pytest
 
@@ -38,17 +37,8 @@ def test_results_come_in_the_order_of_the_processes():
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_failure_is_shown_and_ends_the_others(process, started):
-    begun = time.monotonic()
     with pytest.raises(LaunchError, match=rf"(?s)--- process {process}, exit status 1:.*RuntimeError: this one fails"):
         launch(f"{WORKERS}:fail_in_one", {"process": process}, processes=2, devices=1)
-    assert time.monotonic() - begun < 100  # the others would take 150 seconds
-    assert len(started) == 2
-    assert not _alive(started)
-
-
-def test_a_hang_is_killed_and_shows_where_it_is(started):
-    with pytest.raises(LaunchError, match=r"(?s)process 0, .*line \d+ in never_end.*process 1, .*in never_end"):
-        launch(f"{WORKERS}:never_end", None, processes=2, devices=1, timeout=20)
     assert len(started) == 2
     assert not _alive(started)
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.storage import hub_api
 from orbax_safetensors.storage.retries import RefusedError
+from tests.support import hang
 
 
 def refused(job: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def _restored(job: dict[str, Any], devices: list[jax.Device]) -> list[float]:
     """The values of rows over `devices` that there are in this process."""
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
     item = dict.fromkeys(job["names"], jax.ShapeDtypeStruct(tuple(job["shape"]), np.float32, sharding=sharding))
-    options = ost.SafetensorsOptions(join_timeout_secs=60)
+    options = ost.SafetensorsOptions(join_timeout_secs=hang.SECONDS / 2)
     found = ost.SafetensorsHandler(options=options).restore(job["url"], ost.SafetensorsRestore(item))
     return sorted(
         {float(value) for leaf in found.values() for one in leaf.addressable_shards for value in np.unique(one.data)}

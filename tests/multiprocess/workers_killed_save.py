@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -144,7 +143,7 @@ def _kill_saves(root: Path, count: int, ports: list[int]) -> None:
     """For each stage a program of `count` processes in a directory of its own, all killed once one has killed itself.
 
     How the first of them ended goes into `<stage>.json`: the signal, negative, or its exit code. For the program whose
-    survivors are left alone that is how all of them ended, and the seconds from the first to the last.
+    survivors are left alone that is how all of them ended.
     """
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -159,12 +158,11 @@ def _kill_saves(root: Path, count: int, ports: list[int]) -> None:
     if count > 1:
         stages = [*[None] * (count - 1), "amid the data"]
         pids = _program(root, SURVIVED, stages, ports.pop(), background=False)
-        ended, times = {}, []
+        ended = {}
         for _ in pids:
             pid, status = os.waitpid(-1, 0)
             ended[pid] = os.waitstatus_to_exitcode(status)
-            times.append(time.monotonic())
-        (root / f"{SURVIVED}.json").write_text(json.dumps([*(ended[pid] for pid in pids), times[-1] - times[0]]))
+        (root / f"{SURVIVED}.json").write_text(json.dumps([ended[pid] for pid in pids]))
 
 
 if __name__ == "__main__":

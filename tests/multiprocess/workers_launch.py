@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import threading
 import warnings
 from typing import Any
 
 import jax
+
+from tests.support import hang
 
 
 def describe(arguments: Any) -> dict[str, Any]:
@@ -22,11 +24,7 @@ def describe(arguments: Any) -> dict[str, Any]:
 def fail_in_one(arguments: dict[str, int]) -> None:
     if jax.process_index() == arguments["process"]:
         raise RuntimeError("this one fails")
-    time.sleep(600)
-
-
-def never_end(arguments: None) -> None:
-    time.sleep(600)
+    threading.Event().wait(hang.SECONDS)
 
 
 def warn(arguments: None) -> None:

@@ -24,6 +24,7 @@ from orbax_safetensors.save.job import SaveJob, prepare
 from orbax_safetensors.save.request import SaveRequest
 from tests.multiprocess.workers_families import made_by_maxtext, sharded, stored_directory
 from tests.multiprocess.workers_save import VALUES, array, value
+from tests.support import hang
 
 # JAX has none of 64 bits, except complex numbers, unless it is told to.
 DTYPES_OF_JAX = [
@@ -98,7 +99,7 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
 
     def options(process: int) -> ost.SafetensorsOptions:
         wrong = {"no_such_option": "x"} if jax.process_index() == process else {}
-        return ost.SafetensorsOptions(storage_options=job["options"] | wrong, join_timeout_secs=10)
+        return ost.SafetensorsOptions(storage_options=job["options"] | wrong, join_timeout_secs=hang.SECONDS / 2)
 
     def prepared(own: ost.SafetensorsOptions) -> SaveJob:
         return prepare(SaveRequest(directory, {"a": array(VALUES["table"], mesh, ("x", "y"))}, options=own))
@@ -115,7 +116,7 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
 
 
 def _said(call: Callable[[], Any]) -> str:
-    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 10):
+    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", hang.SECONDS / 2):
         try:
             call()
         except ost.SafetensorsError as error:

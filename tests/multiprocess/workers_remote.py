@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from tests.support import cases
+from tests.support import cases, hang
 from tests.support.checkpoints import Reference
 from tests.support.measure import different_shards
 
@@ -51,7 +51,7 @@ def alone(url: str) -> dict[str, Any]:
 
     def restore(args: Any) -> Any:
         item = {"a": jax.ShapeDtypeStruct((64, 1024), np.float32, sharding=sharding)}
-        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(join_timeout_secs=60))
+        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(join_timeout_secs=hang.SECONDS / 2))
         return handler.restore(url, ost.SafetensorsRestore(item, {"a": args}))["a"]
 
     ways = {

@@ -7,6 +7,7 @@ import pytest
 
 from orbax_safetensors.restore.batches import Batch
 from orbax_safetensors.restore.in_flight import InFlight
+from tests.support import hang
 
 
 class Sent:
@@ -22,7 +23,7 @@ class Sent:
 
     def block_until_ready(self):
         self.waited.set()
-        assert self.arrived.wait(20)
+        assert self.arrived.wait(hang.SECONDS)
         if self.error is not None:
             raise self.error
         return self
@@ -59,11 +60,11 @@ def test_who_takes_memory_waits_for_what_was_sent_first():
     send(in_flight, first, sent[0])
     send(in_flight, second, sent[1])
     thread, results = in_thread(taken, in_flight, 50, [50])
-    assert sent[0].waited.wait(20)
+    assert sent[0].waited.wait(hang.SECONDS)
     sent[1].arrived.set()
     assert not results
     sent[0].arrived.set()
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert len(results) == 1
     assert in_flight.arrived == 100
 
@@ -76,7 +77,7 @@ def test_who_takes_memory_waits_for_what_is_not_sent_yet():
     sent = Sent()
     sent.arrived.set()
     send(in_flight, batch, sent)
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert len(results) == 1
 
 
@@ -105,7 +106,7 @@ def test_who_takes_memory_waits_if_the_limit_is_reached(held, wanted):
     sent.arrived.set()
     assert not results
     send(in_flight, batch, sent)
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert len(results) == 1
 
 
@@ -116,10 +117,10 @@ def test_memory_is_used_again_before_all_that_may_be_in_flight_is():
     sent = Sent(), Sent()
     send(in_flight, first, sent[0])
     send(in_flight, mapped, sent[1])
-    assert sent[0].waited.wait(20)
+    assert sent[0].waited.wait(hang.SECONDS)
     assert not results
     sent[0].arrived.set()
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert len(results) == 1
 
 
@@ -130,7 +131,7 @@ def test_who_waits_fails_at_the_end(monkeypatch):
     taken(in_flight, 100)
     thread, _ = in_thread(taken, in_flight, 1)
     in_flight.end()
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert raised == [CancelledError]
     with pytest.raises(CancelledError):
         in_flight.wait_for_one()
@@ -141,10 +142,10 @@ def test_a_wait_ends_with_the_batch_that_arrives():
     sent = Sent()
     send(in_flight, taken(in_flight, 10), sent)
     thread, results = in_thread(in_flight.wait_for_one)
-    assert sent.waited.wait(20)
+    assert sent.waited.wait(hang.SECONDS)
     assert not results
     sent.arrived.set()
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert results == [True]
     assert in_flight.arrived == 10
     assert not in_flight.wait_for_one()
@@ -163,10 +164,10 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
         in_flight.wait_for_one()
     sent[0].is_ready = is_ready
     thread, _ = in_thread(in_flight.settle)
-    assert sent[1].waited.wait(20)
+    assert sent[1].waited.wait(hang.SECONDS)
     assert thread.is_alive()
     sent[1].arrived.set()
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert not thread.is_alive()
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from tests.support import hang
 from tests.support.roots import ROOT
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
@@ -230,7 +231,7 @@ def test_an_object_is_replaced_between_two_requests(server, root):
 def test_leaving_ends_what_waits(root):
     with ThreadPoolExecutor(2) as pool:
         with Server(Files(root)) as server:
-            waiting = threading.Barrier(3, timeout=30)
+            waiting = threading.Barrier(3, timeout=hang.SECONDS)
             server.fail(Call(waiting.wait), times=2)
             server.fail(Cut(None, "stall"))
             server.fail(Delay(1000), skip=1)
@@ -307,7 +308,7 @@ def test_a_server_process_ends_with_a_test_that_is_killed(root):
         f"with serving([sys.executable, '-m', 'tests.support.servers.files', {str(root)!r}], '(http:.*)') as url:\n"
         "    print(url, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=hang.SECONDS)
     port = urlsplit(said.stdout.strip()).port
     deadline = time.monotonic() + 10
     while listens(port):

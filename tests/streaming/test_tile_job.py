@@ -18,6 +18,7 @@ from orbax_safetensors.streaming.cost import Traffic
 from orbax_safetensors.streaming.cutting import batch_bytes, bundle_bytes, bundles, check_fits
 from orbax_safetensors.streaming.tile_job import TileJob, share
 from orbax_safetensors.streaming.tiles import Tile, nbytes
+from tests.support import hang
 
 I4 = np.dtype(np.int32)
 
@@ -148,7 +149,7 @@ class Slow(Memory):
         return super().read(tiles)
 
     def write(self, tiles, arrays):
-        assert self.may_end.acquire(timeout=60)
+        assert self.may_end.acquire(timeout=hang.SECONDS)
         super().write(tiles, arrays)
 
     def traffic(self, *_):
@@ -164,7 +165,7 @@ def test_two_batches_are_written_while_one_is_read(sizes, overlap):
     overlaps = [batch.overlap for batch in conversion.plan(1).processes[0].batches]
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(conversion.run, resume=False, progress=None)
-        assert all(memory.reads.acquire(timeout=60) for _ in range(overlap + 1))
+        assert all(memory.reads.acquire(timeout=hang.SECONDS) for _ in range(overlap + 1))
         assert not memory.reads.acquire(timeout=0.05)
         memory.may_end.release(len(sizes))
         moving.result()

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import time
 
 import pytest
 
@@ -57,10 +56,8 @@ def test_the_second_is_refused(forks, kind, tmp_path):
     with forks.stopped(kind, source, destination, 3) as first:
         before = everything(tmp_path)
         for resume in (False, True):
-            began = time.monotonic()
             with pytest.raises(ost.StorageError, match=OTHERS.replace("to", "to/0") if kind in TO_ORBAX else OTHERS):
                 CALLS[kind](source, destination, resume=resume)
-            assert time.monotonic() - began < 30
         assert everything(tmp_path) == before
         assert first.go_on() == (0, "")
     is_alone(kind, tmp_path)

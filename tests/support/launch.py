@@ -21,14 +21,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from tests.support import hang
 from tests.support.roots import ROOT
 
 # The end of a process's stderr that a failure shows, in characters.
 _SHOWN = 6000
 # Seconds that a process has to dump its stacks before it is killed.
 _GRACE_SECONDS = 5.0
-# Seconds after which JAX gives up waiting for processes that do not come.
-_START_SECONDS = 60
 
 
 class LaunchError(Exception):
@@ -41,13 +40,12 @@ def launch(
     *,
     processes: int,
     devices: int,
-    timeout: float = 150.0,
     killed: Collection[int] = (),
 ) -> list[Any]:
     """Calls `function`, as `module:name`, with `arguments` in every process; returns their results in order.
 
-    Arguments and results are JSON. Every process has `devices` simulated CPU devices. Once one fails, or after
-    `timeout` seconds, the others are killed and `LaunchError` is raised. Those in `killed`, not the first, may end as
+    Arguments and results are JSON. Every process has `devices` simulated CPU devices. Once one fails, or if they
+    hang, the others are killed and `LaunchError` is raised. Those in `killed`, not the first, may end as
     they like, and have no results.
     """
     with tempfile.TemporaryDirectory() as scratch, socket.socket() as reserved:
@@ -59,7 +57,6 @@ def launch(
             "arguments": arguments,
             "processes": processes,
             "coordinator": f"127.0.0.1:{reserved.getsockname()[1]}",
-            "timeout": timeout,
             "lasting": [index for index in range(processes) if index not in killed],
         }
         Path(scratch, "job.json").write_text(json.dumps(job))
@@ -84,7 +81,7 @@ def launch(
                             stderr=stderr,
                         )
                     )
-            _wait([running[index] for index in job["lasting"]], timeout + _GRACE_SECONDS)
+            _wait([running[index] for index in job["lasting"]], hang.SECONDS + _GRACE_SECONDS)
         finally:
             for process in running:
                 process.kill()
@@ -115,14 +112,18 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
 def _main(scratch: str, index: int) -> None:
     job = json.loads(Path(scratch, "job.json").read_text())
     # Without `exit=True`: the first to exit would end the others through JAX before their stacks are shown.
-    faulthandler.dump_traceback_later(job["timeout"])
+    faulthandler.dump_traceback_later(hang.SECONDS)
 
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.distributed.initialize(
-        job["coordinator"], job["processes"], index, initialization_timeout=_START_SECONDS, shutdown_timeout_seconds=30
+        job["coordinator"],
+        job["processes"],
+        index,
+        initialization_timeout=int(hang.SECONDS),
+        shutdown_timeout_seconds=int(hang.SECONDS),
     )
     try:
         module, name = job["function"].split(":")

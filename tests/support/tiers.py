@@ -50,15 +50,22 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark, reason in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: {reason}")
     global only_fast
-    only_fast = config.option.markexpr in config.getini("addopts")
-    named = config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput")
-    if only_fast and named:
-        only_fast, config.option.markexpr = False, ""
+    by_default = config.option.markexpr in config.getini("addopts")
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    # A worker of xdist cannot tell by itself: it is always given names.
+    only_fast = getattr(config, "workerinput", {}).get("only_fast", by_default and not named)
+    if by_default and not only_fast:
+        config.option.markexpr = ""
     # Shared machines stall for longer than any deadline.
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("all", deadline=None, suppress_health_check=slow, print_blob=True)
     hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("all"), max_examples=20)
     hypothesis.settings.load_profile("fast" if only_fast else "all")
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["only_fast"] = only_fast
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

@@ -1,7 +1,6 @@
 """Transfers of which storage fails: the first error is raised, nothing goes on after it, and all files are closed."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +14,7 @@ from orbax_safetensors.transfer.engine import Once
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
 from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
+from tests.support import hang
 
 F4 = np.dtype(np.float32)
 ROWS, REQUEST_BYTES = 6, 16
@@ -365,12 +365,22 @@ def test_a_whole_file_that_fails_is_given_up_with_all_others():
 
 def test_threads_share_what_the_first_of_them_makes():
     made, once = [], Once()
+    come, lock = threading.Semaphore(0), once._lock
+
+    class Lock:
+        def __enter__(self):
+            come.release()
+            return lock.__enter__()
+
+        def __exit__(self, *error):
+            return lock.__exit__(*error)
 
     def make():
-        time.sleep(0.01)  # others come meanwhile
+        assert all(come.acquire(timeout=hang.SECONDS) for _ in range(8))  # all others wait for this one
         made.append(object())
         return made[-1]
 
+    once._lock = Lock()
     with ThreadPoolExecutor(8) as threads:
         got = list(threads.map(lambda _: once.get(make), range(8)))
     assert len(made) == 1

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from orbax_safetensors.transfer.threads import run_tasks, working
+from tests.support import hang
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,11 @@ def test_a_failure_cancels_what_goes_on_and_no_task_begins():
 
     def wait_long():
         waiting.set()
-        assert cancelled.wait(20)
+        assert cancelled.wait(hang.SECONDS)
         raise OSError("cancelled")
 
     def fail():
-        assert waiting.wait(20)
+        assert waiting.wait(hang.SECONDS)
         raise ValueError("the first failure")
 
     with pytest.raises(ValueError, match="the first failure"):
@@ -67,11 +68,11 @@ def test_an_interrupt_waits_for_what_goes_on(monkeypatch):
 
     def task():
         begun.set()
-        assert cancelled.wait(20)
+        assert cancelled.wait(hang.SECONDS)
         ended.append(True)
 
     def interrupted(futures, timeout=None):
-        assert begun.wait(20)
+        assert begun.wait(hang.SECONDS)
         wait(futures, 0)
         raise KeyboardInterrupt
 
@@ -89,7 +90,7 @@ def test_a_report_that_raises_ends_all_and_leaves_nothing_behind(monkeypatch):
     left = weakref.ref(memory)
 
     def task(memory):
-        assert cancelled.wait(20)
+        assert cancelled.wait(hang.SECONDS)
 
     def report():
         raise ValueError("no report")
@@ -116,7 +117,7 @@ def test_the_first_failure_is_raised_though_a_report_fails_as_well(monkeypatch):
         raise ValueError("the first failure")
 
     def report():
-        assert failed.wait(20)
+        assert failed.wait(hang.SECONDS)
         raise OSError("no report")
 
     monkeypatch.setattr("orbax_safetensors.transfer.threads.SECONDS", 0)
@@ -130,11 +131,11 @@ def test_a_thread_that_an_interrupt_has_left_behind_begins_no_task(monkeypatch, 
     late, workers, submit = [], [], ThreadPoolExecutor.submit
 
     def tasks():
-        yield lambda: (begun.set(), go_on.wait(20))
+        yield lambda: (begun.set(), go_on.wait(hang.SECONDS))
         yield lambda: late.append(1)
 
     def interrupted(seconds):
-        begun.wait(20)
+        begun.wait(hang.SECONDS)
         raise KeyboardInterrupt
 
     # As a thread that the executor does not know, as it was interrupted when it started it.
@@ -148,4 +149,4 @@ def test_a_thread_that_an_interrupt_has_left_behind_begins_no_task(monkeypatch, 
     executor_threads = [thread for thread in threading.enumerate() if thread.name.startswith("safetensors")]
     gc.collect(0)  # the executor tells its threads to end
     for thread in executor_threads:
-        thread.join(20)
+        thread.join(hang.SECONDS)
