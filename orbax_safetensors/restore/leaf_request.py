@@ -67,8 +67,10 @@ def _kind(leaf: Any, args: ocp.RestoreArgs) -> type:
         return np.ndarray
     if isinstance(leaf, jax.sharding.Sharding | Format):
         return jax.Array
+    if isinstance(leaf, ocp.metadata.ScalarMetadata):
+        leaf = leaf.dtype.type(0).item()
     for kind in (bool, int, float):
-        if isinstance(leaf, kind):
+        if isinstance(leaf, kind) or leaf is kind:
             return kind
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.Array

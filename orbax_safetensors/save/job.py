@@ -28,6 +28,7 @@ from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME, write_header
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
+from orbax_safetensors.devices.arrays import explicit_transfers
 from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
@@ -148,6 +149,7 @@ class SaveJob:
     shards: Shards
     deliveries: Sequence[Delivery] | None
 
+    @explicit_transfers()
     def kept(self) -> SaveJob:
         """Return the job with memory of its own, for which leaves may change or go; see `shards.kept`.
 
@@ -166,6 +168,7 @@ class SaveJob:
             shards = together(f"{self.key}/copies", keep, active=self.request.active)
         return replace(self, request=replace(self.request, item=None), shards=shards, deliveries=None)
 
+    @explicit_transfers()
     def run(self) -> None:
         """Write the files into the directory, which exists; all active processes do so together.
 
@@ -309,7 +312,7 @@ class SaveJob:
             files.write(INDEX_NAME, self.layout.index.encode())
         for name, header in self.layout.files:
             files.write(name, header.encoded, header.file_bytes)
-        if self.index is not None and self.index.tree is not None:
+        if self.index is not None and self.index.nodes is not None:
             rename(files.path_of(_UNFINISHED), files.path_of(TREE_FILE))
         if sync:
             files.store.sync(files.path)
