@@ -76,7 +76,8 @@ def item_files(
     strings = {name: leaf for _, name, leaf in nodes if isinstance(leaf, str)}
     files: dict[str, bytes] = {}
     if leaves:
-        files[SHARDING_FILE] = sharding_file(arrays)
+        shardings = {name: leaf.sharding for name, leaf in arrays.items() if leaf.sharding is not None}
+        files[SHARDING_FILE] = sharding_file(shardings)
         records = [
             {
                 "array_metadata": {

@@ -30,7 +30,6 @@ from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import item_files
 from orbax_safetensors.orbax_store.ocdbt import write_references
-from orbax_safetensors.orbax_store.shardings import add_shardings
 from orbax_safetensors.save.contents import Contents
 from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.storage.paths import as_text
@@ -62,23 +61,19 @@ class SavedIndex:
 
     def write(
         self,
-        directory: str,
         layout: Layout,
         places: Mapping[str, Location],
         write: Callable[[str, bytes], None],
     ) -> None:
         """Call `write` with the name and the content of every file, the one that makes it a checkpoint last.
 
-        `places` say where tensors lie in the files of `layout`. If Orbax itself records the tree, add the shardings of
-        `arrays` to Orbax's file of shardings in `directory`.
+        `places` say where tensors lie in the files of `layout`.
         """
         whole = all(array.is_whole for array in self.arrays.values())
         small = {} if self.nodes is None else item_files(self.nodes, whole=whole)
         write(NOTE_FILE, note_content(layout.fingerprints, self.names_tensors, small, saved=self.saved))
         files = [name for name, _ in layout.files]
         write_references(array_entries(self.arrays, places.__getitem__, files, zarr3=self.zarr3), write)
-        if self.nodes is None:
-            add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
         for name, content in small.items():
             write(name, content)
 
@@ -143,9 +138,21 @@ def _orbax_leaf(leaf: Leaf, value: Any) -> OrbaxLeaf:
         kind = NUMPY_ARRAY if isinstance(value, np.ndarray) else SCALAR
         return OrbaxLeaf(leaf.shape, leaf.dtype, leaf.shape, kind)
     sharding = leaf.value.sharding
-    recorded: ocp.metadata.ShardingMetadata | None = None  # as for kinds of shardings that Orbax does not know
+    chunk_shape = sharding.shard_shape(leaf.shape)
+    return OrbaxLeaf(leaf.shape, leaf.dtype, chunk_shape, JAX_ARRAY, sharding=_sharding(sharding))
+
+
+def shardings_of(contents: Contents) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """Return the records of the shardings of arrays, by name, as far as Orbax knows their kinds."""
+    shardings = {
+        leaf.name: _sharding(leaf.value.sharding) for leaf in contents.leaves if isinstance(leaf.value, jax.Array)
+    }
+    return {name: sharding for name, sharding in shardings.items() if sharding is not None}
+
+
+def _sharding(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
     if isinstance(sharding, jax.sharding.NamedSharding):
-        recorded = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
-    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        recorded = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-    return OrbaxLeaf(leaf.shape, leaf.dtype, sharding.shard_shape(leaf.shape), JAX_ARRAY, sharding=recorded)
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return None

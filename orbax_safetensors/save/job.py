@@ -23,6 +23,7 @@ from operator import itemgetter
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME, write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
@@ -38,9 +39,10 @@ from orbax_safetensors.geometry.crc import crc_of
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
+from orbax_safetensors.orbax_store.shardings import add_shardings
 from orbax_safetensors.save.contents import Contents, contents_of
 from orbax_safetensors.save.delivery import Delivery, deliveries, holding, received
-from orbax_safetensors.save.index import SavedIndex, saved_index
+from orbax_safetensors.save.index import SavedIndex, saved_index, shardings_of
 from orbax_safetensors.save.new_files import NewFiles
 from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.save.shards import NO_SHARDS, Shards, kept
@@ -88,7 +90,6 @@ def prepare(request: SaveRequest) -> SaveJob:
             # Files of another checkpoint stay as they are until the new checkpoint is complete.
             layout = avoiding(layout, frozenset(store.list(path) or ()))
         places = locations(layout)
-        index = saved_index(request, contents)
         numbers: Sequence[int] = range(len(layout.files))
         shards, delivered = NO_SHARDS, None
         if writers is not None:
@@ -100,7 +101,19 @@ def prepare(request: SaveRequest) -> SaveJob:
         files = NewFiles(store, path, [layout.files[number][0] for number in numbers], options)
         if active.is_primary:
             files.check_room(request.existing)
-        job = SaveJob(request, key, files, layout, places, numbers, contents.model_files, index, shards, delivered)
+        job = SaveJob(
+            request=request,
+            key=key,
+            files=files,
+            layout=layout,
+            places=places,
+            numbers=numbers,
+            model_files=contents.model_files,
+            index=saved_index(request, contents),
+            shardings={} if request.whole_tree else shardings_of(contents),
+            shards=shards,
+            deliveries=delivered,
+        )
         return job, _digest(contents, layout)
 
     # Processes that save other trees than the others would write files that nobody can read.
@@ -134,6 +147,7 @@ class SaveJob:
       places: where tensors lie in them.
       numbers: of the files that this process writes into; of all if processes share files.
       index: for Orbax; the primary process writes it.
+      shardings: that the primary process adds to those of Orbax, if Orbax itself writes the tree.
       shards: that this process writes.
       deliveries: of tensors, if each file has one of several writers, which receives its shards first.
     """
@@ -146,6 +160,7 @@ class SaveJob:
     numbers: Sequence[int]
     model_files: ModelFiles
     index: SavedIndex | None
+    shardings: Mapping[str, ocp.metadata.ShardingMetadata]
     shards: Shards
     deliveries: Sequence[Delivery] | None
 
@@ -301,13 +316,12 @@ class SaveJob:
                     os.makedirs(path, exist_ok=True)
             renamed = {TREE_FILE: _UNFINISHED}
             self.index.write(
-                files.path,
-                self.layout,
-                self.places,
-                lambda name, content: files.write(renamed.get(name, name), content),
+                self.layout, self.places, lambda name, content: files.write(renamed.get(name, name), content)
             )
             for path in below if sync else ():
                 files.store.sync(path)
+        if self.shardings:
+            add_shardings(files.path, self.shardings)
         if self.layout.index is not None:
             files.write(INDEX_NAME, self.layout.index.encode())
         for name, header in self.layout.files:
@@ -338,7 +352,9 @@ class SaveJob:
         if self._replaces:
             self._write_model_files()
         if self.index is not None:
-            self.index.write(files.path, self.layout, self.places, files.write)
+            self.index.write(self.layout, self.places, files.write)
+        if self.shardings:
+            add_shardings(files.path, self.shardings)
         if index is not None:
             files.write(INDEX_NAME, index.encode())
         if self._replaces:
