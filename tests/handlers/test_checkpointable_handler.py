@@ -5,6 +5,7 @@ import warnings
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -66,9 +67,11 @@ def test_each_tree_loads_with_itself_with_its_metadata_and_without_a_tree(tmp_pa
             assert np.asarray(found).tobytes() == np.asarray(saved).tobytes()
             assert getattr(found, "sharding", None) == getattr(saved, "sharding", None)
 
+    if name == "a number" and not hasattr(v1, "load"):
+        return  # Orbax did not take leaves for trees
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Orbax warns that it takes shardings from the file that it has written
-        expected = v1.load(tmp_path / "c", checkpointable_name="params")
+        expected = ocp.PyTreeCheckpointHandler().restore(tmp_path / "c" / "params")
     metadata = v1.checkpointables_metadata(tmp_path / "c").metadata["params"]
     assert jax.tree.structure(metadata) == jax.tree.structure(expected)
     for loaded in (

@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from hypothesis import given
+from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
 from tests.support.any_trees import EMPTY_NODES, Keyed, Numbered, Strict, trees
@@ -26,10 +27,10 @@ STATES = {
     "empty nodes": EMPTY_NODES,
     "empty nodes in a list": [A, *EMPTY_NODES.values(), [*EMPTY_NODES.values(), A]],
     "nnx": nnx.state(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), lambda x: x), nnx.Param),
-    "one leaf": A,
-    "one number": 7,
     "a class": Numbered(A, {"b": Numbered()}, []),
 }
+if hasattr(v1, "load"):  # before, Orbax did not take leaves for trees
+    STATES |= {"one leaf": A, "one number": 7}
 
 
 def recorded(path):
