@@ -197,6 +197,9 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     transforms: Any = None
 
     def __post_init__(self) -> None:
+        # Orbax's arguments take the tree out of what `metadata` returns.
+        orbax_args = ocp.args.PyTreeRestore(self.item, self.restore_args)
+        self.item, self.restore_args = orbax_args.item, orbax_args.restore_args
         if self.transforms is not None:
             if jax.tree.leaves(self.transforms):
                 raise SafetensorsError(

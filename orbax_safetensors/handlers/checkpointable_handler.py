@@ -32,7 +32,9 @@ class SafetensorsCheckpointableHandler:
 
     registry = v1.handlers.local_registry()
     registry.add(ost.SafetensorsCheckpointableHandler, checkpointable_name="params")
-    with v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
+    context = v1.Context()
+    context.checkpointables.registry = registry
+    with context:
         v1.save_checkpointables("/models/v1", {"params": {"w": jnp.ones((64, 512))}})
     ```
 

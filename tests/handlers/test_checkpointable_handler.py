@@ -21,12 +21,16 @@ TREE = {"layer": {"w": W}, "step": np.array(3, np.int32)}
 
 
 @pytest.fixture
-def context():
+def options():
     registry = v1.handlers.local_registry()
     registry.add(ost.SafetensorsCheckpointableHandler, checkpointable_name="params")
-    context = v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry))
-    with context:
-        yield context
+    return v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry))
+
+
+@pytest.fixture
+def context(options):
+    with options:
+        yield options
 
 
 def test_save_and_load(tmp_path, mesh, context):
@@ -95,6 +99,15 @@ def test_an_asynchronous_save_keeps_what_it_was_given(tmp_path, context):
     array[...] = 0
     response.result()
     assert v1.load_checkpointables(tmp_path / "c")["params"]["w"].tobytes() == W.tobytes()
+
+
+def test_checkpointers_of_a_training_run(tmp_path, options):
+    """One after the other with the same context, as none can with a block of it."""
+    for run in ("first", "second"):
+        with v1.training.Checkpointer(tmp_path / run, context=options) as checkpointer:
+            checkpointer.save_checkpointables(1, {"params": TREE})
+            assert checkpointer.load_checkpointables(1)["params"]["layer"]["w"].tobytes() == W.tobytes()
+        assert (tmp_path / run / "1" / "params" / "model.safetensors").exists()
 
 
 def test_what_it_handles():
