@@ -4,7 +4,7 @@ The models and adapters of the examples, in `transformers` and PEFT, while other
 """
 
 import importlib
-import time
+import os
 
 import flax.nnx as nnx
 import jax
@@ -64,11 +64,9 @@ def seen_while_training(example, program, tmp_path, look):
                     seen[step] = look(run / str(step))
                 except (OSError, ValueError):
                     # Only what `max_to_keep` has deleted cannot be read. PEFT takes its path for a name on the Hub.
-                    deadline = time.monotonic() + 5
-                    while (run / str(step)).exists() and time.monotonic() < deadline:
-                        time.sleep(0.01)
-                    assert not (run / str(step)).exists()
-            time.sleep(0.001)
+                    while (run / str(step)).exists():
+                        os.sched_yield()
+            os.sched_yield()
     finally:
         training.kill()
         training.wait()

@@ -156,7 +156,7 @@ def without_the_other(root: Path, port: int) -> int:
 
     def program(index: int) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, heartbeat_timeout_seconds=5)
+        jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, heartbeat_timeout_seconds=20)
         save(root / "model", 1)
         if index:
             _die()

@@ -99,7 +99,8 @@ def _killed_save(directory: Path, stage: str | None, port: int, index: int, coun
     """One process of a program that saves step 1, and is killed at a stage of saving step 2."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if count > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, heartbeat_timeout_seconds=5)
+        # Longer than a living process is silent, on any machine: the survivors of a killed one wait for it once.
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, heartbeat_timeout_seconds=20)
     tree = TREES["leading, in pairs"](full_mesh())
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=background)
     manager = ocp.CheckpointManager(directory, item_handlers=ost.SafetensorsHandler(), options=options)

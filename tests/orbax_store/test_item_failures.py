@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -37,7 +36,6 @@ from tests.support.orbax_items import (
     values,
     write,
 )
-from tests.support.roots import ROOT
 from tests.support.sinks import missing, step_sink
 from tests.support.steps import step_of
 
@@ -201,51 +199,6 @@ def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
     assert step_of(checkpoint) == 1
     same_bits(checkpoint.value("a"), array)
     assert 2 <= peak <= 4
-
-
-STREAM = """
-import sys
-import numpy as np
-from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
-from orbax_safetensors.storage.process_memory import peak_bytes
-from orbax_safetensors.streaming.tiles import Tile
-from tests.support.sinks import missing, step_sink
-
-def grown():
-    return peak_bytes() - before
-
-path, compression, memory_bytes = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
-shape, chunk = (4096, 65536), (16, 65536)
-tile = np.random.default_rng(0).integers(0, 256, chunk, np.uint8)
-out = np.zeros((16, 1000), np.uint8)
-tree = {"a": OrbaxLeaf(shape, tile.dtype, chunk)}
-before = peak_bytes()
-with step_sink(path, tree, compression=compression, memory_bytes=memory_bytes) as sink:
-    tiles = [Tile("a", box) for box in missing(sink, "a")]
-    sink.write(tiles, [tile] * len(tiles))
-    sink.commit()
-written = grown()
-checkpoint = open_orbax(path, memory_bytes=memory_bytes)
-for first in range(0, 4096, 16):
-    checkpoint.read("a", Box(((first, first + 16), (500, 1500))), out).result()
-assert (out == tile[:, 500:1500]).all()
-print(written, grown())
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("compression", [True, False], ids=["compressed", "plain"])
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path, compression):
-    """256 MiB in tiles of 1 MiB with 16 MiB in flight. Malloc keeps some of what was given back to it."""
-    arguments = [sys.executable, "-c", STREAM, tmp_path, str(compression), str(16 << 20)]
-    process = subprocess.run(
-        arguments, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    written, read = map(int, process.stdout.split())
-    assert written < 100 << 20
-    assert read < 100 << 20
 
 
 def test_memory_that_somebody_waits_for_when_a_write_fails(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -143,12 +142,15 @@ def test_connections_are_kept(server):
 
 
 def test_a_delay_holds_up_nobody_else(server):
-    server.fail(Delay(0.2), times=None)
-    start = time.perf_counter()
-    with ThreadPoolExecutor(16) as pool:
-        reads = [pool.submit(obstore.get_range, store(server), "sub/a b.bin", start=n, end=n + 1) for n in range(32)]
-        assert b"".join(read.result().to_bytes() for read in reads) == DATA[:32]
-    assert 0.4 <= time.perf_counter() - start < 6
+    held_up, go_on = threading.Event(), threading.Event()
+    server.fail(Call(lambda: (held_up.set(), go_on.wait(hang.SECONDS))))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(obstore.get_range, store(server), "sub/a b.bin", start=0, end=1)
+        assert held_up.wait(hang.SECONDS)
+        assert obstore.get_range(store(server), "sub/a b.bin", start=1, end=32) == DATA[1:32]
+        assert not first.done()
+        go_on.set()
+        assert first.result() == DATA[:1]
 
 
 @pytest.mark.parametrize(
@@ -187,10 +189,10 @@ def test_skipped_requests(server):
 
 
 def test_several_faults_of_one_request(server):
-    server.fail(Delay(0.05))
+    called = []
+    server.fail(Call(lambda: called.append(1)))
     server.fail(SetHeader("content-range", "bytes 1-2/3"))
     server.fail(Cut(2, "close"))
-    start = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("GET", "/sub/a%20b.bin", headers={"Range": "bytes=0-9"})
     response = connection.getresponse()
@@ -198,7 +200,7 @@ def test_several_faults_of_one_request(server):
     with pytest.raises(http.client.IncompleteRead):
         response.read()
     connection.close()
-    assert time.perf_counter() - start >= 0.05
+    assert called == [1]
 
 
 @pytest.mark.parametrize("fault", [IgnoreRange(), SetHeader("Content-Range", "bytes 7-16/5000000")], ids=str)
@@ -296,9 +298,7 @@ def test_a_server_in_a_process_of_its_own(root):
     with serving(
         [sys.executable, "-m", "tests.support.servers.files", str(root), "--latency", "0.05"], "(http:.*)"
     ) as url:
-        start = time.perf_counter()
         assert obstore.get_range(HTTPStore(url, client_options={"allow_http": True}), "sub/a b.bin", start=0, end=4)
-        assert time.perf_counter() - start >= 0.05
     assert not listens(urlsplit(url).port)
 
 
@@ -310,10 +310,8 @@ def test_a_server_process_ends_with_a_test_that_is_killed(root):
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=hang.SECONDS)
     port = urlsplit(said.stdout.strip()).port
-    deadline = time.monotonic() + 10
     while listens(port):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        pass
 
 
 def test_a_server_that_does_not_start_says_why():

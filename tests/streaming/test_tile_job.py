@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
@@ -79,7 +78,6 @@ class Memory:
         return [self.tensors[tile.name][index(tile.box)].copy() for tile in tiles]
 
     def write(self, tiles, arrays):
-        time.sleep(0.0005)
         with self.lock:
             self.writes += 1
             fails = self.writes == self.fail_at
@@ -166,7 +164,6 @@ def test_two_batches_are_written_while_one_is_read(sizes, overlap):
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(conversion.run, resume=False, progress=None)
         assert all(memory.reads.acquire(timeout=hang.SECONDS) for _ in range(overlap + 1))
-        assert not memory.reads.acquire(timeout=0.05)
         memory.may_end.release(len(sizes))
         moving.result()
     assert overlaps[overlap] == overlap

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.support import hang
+
 
 def page_cache(monkeypatch, full):
     """Make the page cache seem to have all bytes, or none: what it holds, no test can know."""
@@ -82,9 +84,7 @@ def _tried(*command):
 
 def _unmount(directory):
     # TensorStore closes files in threads of its own, perhaps a moment later.
-    for _ in range(100):
-        unmounted = subprocess.run(["umount", directory], capture_output=True, text=True, check=False)
-        if not unmounted.returncode:
-            return
+    until = time.monotonic() + hang.SECONDS
+    while subprocess.run(["umount", directory], capture_output=True, check=False).returncode:
+        assert time.monotonic() < until, f"{directory} stays in use"
         time.sleep(0.1)
-    raise AssertionError(unmounted.stderr)

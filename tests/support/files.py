@@ -18,9 +18,8 @@ from etils import epath
 import orbax_safetensors as ost
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.dtypes import from_numpy
+from tests.support import hang
 
-# TensorStore closes its files in the background, soon after it has said that it is done.
-_CLOSING_SECONDS = 5.0
 # The reference writer's names for dtypes.
 _NAMES = {
     np.dtype("?"): "bool", np.dtype("u1"): "uint8", np.dtype("i1"): "int8", np.dtype("u2"): "uint16",
@@ -95,7 +94,7 @@ def nothing_left(*places: str | Path) -> Iterator[None]:
     """
     before = _opened(places)
     yield
-    until = time.monotonic() + _CLOSING_SECONDS
+    until = time.monotonic() + hang.SECONDS
     while (left := _opened(places) - before) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left, f"left open: {list(left)}"

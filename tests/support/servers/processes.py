@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
 
+from tests.support import hang
 from tests.support.roots import ROOT
 
-# Seconds within which a server is ready. On an idle machine it takes one or two.
-_START_SECONDS = 60.0
 # Bytes of what a server says that are read: its start.
 _SHOWN = 1 << 16
 # Asks the kernel to kill this process when its parent's thread ends (PR_SET_PDEATHSIG is 1), and becomes the server.
@@ -44,7 +43,7 @@ def serving(command: Sequence[str], ready: str, environment: Mapping[str, str] |
             stderr=subprocess.STDOUT,
         )
         try:
-            deadline = time.monotonic() + _START_SECONDS
+            deadline = time.monotonic() + hang.SECONDS
             while (matched := re.search(ready, _said(output))) is None:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"{' '.join(command)} does not serve; it said:\n{_said(output)}")

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import BinaryIO, Protocol
 from urllib.parse import parse_qsl, unquote
 
+from tests.support import hang
 from tests.support.servers.faults import Answer, Call, Cut, Delay, Fault, IgnoreRange, SetHeader
 from tests.support.servers.peers import client_of
 
@@ -32,8 +33,6 @@ from tests.support.servers.peers import client_of
 _PIECE = 1 << 20
 # Connections that may wait to be accepted: a client that opens hundreds at once shall not see one refused.
 _BACKLOG = 1024
-# Seconds in which exchanges that are under way are over, on any machine.
-_QUIET_SECONDS = 30.0
 # SO_LINGER with a time of 0: closing sends a reset.
 _RESET = struct.pack("ii", 1, 0)
 
@@ -212,7 +211,7 @@ class Server:
             for connection in self._connections:
                 _shut(connection)
         for thread in threads:
-            thread.join(_QUIET_SECONDS)
+            thread.join(hang.SECONDS)
             if thread.is_alive():
                 raise RuntimeError(f"a connection to {self.url} did not end")
         if self._errors:
@@ -269,7 +268,7 @@ class Server:
         return sum(e.sent for e in self.log if all(getattr(e, name) == value for name, value in kept.items()))
 
     def _await_quiet(self) -> None:
-        if not self._changed.wait_for(lambda: not self._busy, _QUIET_SECONDS):
+        if not self._changed.wait_for(lambda: not self._busy, hang.SECONDS):
             raise TimeoutError(f"{self._busy} requests to {self.url} are still being answered")
 
     def _accept(self) -> None:
