@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import chain
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.options import Progress
 from orbax_safetensors.storage.process_memory import resident, trim
+from orbax_safetensors.storage.threads import Threads
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, nbytes
@@ -95,7 +96,7 @@ class TileJob:
         sink = self.sink
         # Freed memory that libraries keep serves the next batch, as long as the process stays below its limit.
         most = resident() + 6 * sink.batch_bytes
-        with ThreadPoolExecutor(sink.writers, "writer") as pool:
+        with Threads(sink.writers, "writer") as pool:
             writing: deque[tuple[Future[None], int]] = deque()
 
             def finish(left: int) -> None:
