@@ -12,7 +12,7 @@ from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.format.names import by_path
 from orbax_safetensors.options import Progress
 from orbax_safetensors.storage.threads import Threads
-from orbax_safetensors.streaming.cutting import batch_bytes, bundles
+from orbax_safetensors.streaming.cutting import batch_bytes, bundles, step_bytes
 from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, nbytes
 from orbax_safetensors.transfer.engine import batches
 
@@ -115,7 +115,7 @@ def _batches(
         cut = bundles(first, grains, {}, [(name,) for name in names], memory_bytes)
     sizes = [nbytes(bundle, first.leaves) for bundle in cut]
     done, total = 0, sum(sizes)
-    for batch in batches(zip(cut, sizes, strict=True), batch_bytes(memory_bytes)):
+    for batch in batches(zip(cut, sizes, strict=True), step_bytes(total, batch_bytes(memory_bytes))):
         if progress is not None:
             progress(done, total)
         tiles = [tile for bundle in batch for tile in bundle]
