@@ -75,6 +75,13 @@ class SafetensorsOptions:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     max_gap_bytes: int | None = None
 
+    @staticmethod
+    def of(options: SafetensorsOptions | None) -> SafetensorsOptions:
+        """Return `options`, or those that nobody has set for None; raises `SafetensorsError` if they are none."""
+        if not isinstance(options, SafetensorsOptions | None):
+            raise SafetensorsError(f"options: expected SafetensorsOptions(...), found {options!r}")
+        return options or SafetensorsOptions()
+
     def __post_init__(self) -> None:
         for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0), ("alignment", 8)):
             value = getattr(self, name)

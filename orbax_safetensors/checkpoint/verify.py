@@ -43,7 +43,7 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
     Raises `StorageError` if there is no checkpoint or it was never finished, and `ChecksumError` if `data` is set and
     `path` is a checkpoint of Orbax.
     """
-    return verified(path, data=data, options=options or SafetensorsOptions()).faults
+    return verified(path, data=data, options=SafetensorsOptions.of(options)).faults
 
 
 class Verified(NamedTuple):

@@ -136,7 +136,7 @@ def delta(
       ChecksumError: a checkpoint differs from the checksums of its save, or `old` from those of the version before.
       StorageError: the version exists or does not follow, or something cannot be read or written. Nothing is published.
     """
-    return prepare(DeltaRequest(place(old), place(new), place(publish), version, options or SafetensorsOptions())).run()
+    return prepare(DeltaRequest(place(old), place(new), place(publish), version, SafetensorsOptions.of(options))).run()
 
 
 def prepare(request: DeltaRequest) -> DeltaJob:

@@ -63,7 +63,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         **kwargs: Any,
     ) -> None:
         """Make the handler with the arguments that it takes; other keywords are those of `ocp.Checkpointer`."""
-        self._options = options or SafetensorsOptions()
+        self._options = SafetensorsOptions.of(options)
         self._processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
         handler = SafetensorsHandler(
             family=family, variant=variant, options=self._options, multiprocessing_options=self._processes

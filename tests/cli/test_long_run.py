@@ -11,7 +11,7 @@ import pytest
 
 from orbax_safetensors.cli import long_run
 from orbax_safetensors.cli.main import main
-from orbax_safetensors.transfer import bar
+from orbax_safetensors.devices import bar
 from tests.support.cli_conversions import HF, TO_ORBAX, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
