@@ -91,7 +91,19 @@ class TensorMismatchError(SafetensorsError):
 
 
 class TargetTypeError(TensorMismatchError, TypeError):
-    """A target, or a leaf of one, is of a Python type that describes no array. Also a `TypeError`."""
+    """An argument has a wrong Python type: a target, or a leaf of one, that describes no array. Also a `TypeError`."""
+
+
+class RuleError(TensorMismatchError):
+    """A rule of `spec`, `dtype` or `mesh` does not fit the arrays; the message begins with the argument that has it.
+
+    ```python
+    try:
+        ost.reshard("/models/llama", "/models/for-8", mesh={"model": 8}, spec={"embed": ("modle", None)})
+    except ost.RuleError as error:
+        print(error)
+    ```
+    """
 
 
 class ChecksumError(SafetensorsError):

@@ -28,7 +28,8 @@ class SafetensorsOptions:
     ```
 
     Attributes: What most people set
-      progress: a function that is called with the bytes that this process has moved, and with all that it will move.
+      progress: True for a bar on stderr, or a function that is called with the bytes that this process has moved, and
+        with all that it will move.
       threads: reads or writes in flight at once, by default up to 16 for files and 64 for object stores.
       dequantize: what a family makes of quantised tensors: True decodes them, "split" makes codes, scales and zero
         points leaves of their own, `qvalue`, `scale` and `zero_point`, and False keeps them as they are stored.
@@ -54,7 +55,7 @@ class SafetensorsOptions:
       SafetensorsError: a number is out of range, or a header cannot be sent.
     """
 
-    progress: Progress | None = field(default=None, repr=False, compare=False)
+    progress: Progress | bool | None = field(default=None, repr=False, compare=False)
     threads: int | None = None
     dequantize: Dequantize = True
     join_timeout_secs: float = 600
@@ -70,6 +71,13 @@ class SafetensorsOptions:
     # Not shown and not hashed: the values may be secret, and a dict has no hash.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     max_gap_bytes: int | None = None
+
+    @staticmethod
+    def of(options: SafetensorsOptions | None) -> SafetensorsOptions:
+        """Return `options`, or those that nobody has set for None; raises `SafetensorsError` if they are none."""
+        if not isinstance(options, SafetensorsOptions | None):
+            raise SafetensorsError(f"options: expected SafetensorsOptions(...), found {options!r}")
+        return options or SafetensorsOptions()
 
     def __post_init__(self) -> None:
         for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0), ("alignment", 8)):
@@ -87,8 +95,7 @@ class SafetensorsOptions:
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
         _check_headers(self.storage_options or {})
-        if self.progress is not None and not callable(self.progress):
-            raise SafetensorsError(f"SafetensorsOptions: progress is {self.progress!r}, must be a function or None")
+        check_progress(self.progress, "SafetensorsOptions: progress")
         if self.dequantize not in (True, False, "split"):
             raise SafetensorsError(
                 f"SafetensorsOptions: dequantize is {self.dequantize!r}, must be True, False or 'split'"
@@ -103,6 +110,12 @@ class SafetensorsOptions:
             )
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")
+
+
+def check_progress(progress: Any, where: str) -> None:
+    """Raise `SafetensorsError`, which begins with `where`, if `progress` is something that cannot be called."""
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise SafetensorsError(f"{where} is {progress!r}, must be a function, or True for a bar")
 
 
 def _check_headers(storage_options: Mapping[str, Any]) -> None:

@@ -18,12 +18,14 @@ from itertools import zip_longest
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded, changed_tensors, other_file
+from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.errors import ChecksumError, SafetensorsError
 from orbax_safetensors.format.checksums import FileChecksums
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.storage.store import File
+from orbax_safetensors.transfer.progress import Meter
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.threads import run_tasks
 
@@ -48,8 +50,8 @@ class DataCheck:
 def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsOptions) -> DataCheck:
     """Read every file that has something to compare it with, once, from its beginning to its end.
 
-    `recorded` are the checksums of its save. `threads`, `direct` and `in_flight_bytes` of `options` count. A file that
-    cannot be read is a fault.
+    `recorded` are the checksums of its save. `threads`, `direct`, `in_flight_bytes` and `progress` of `options` count.
+    A file that cannot be read is a fault.
     """
     faults: list[SafetensorsError] = []
     checks: list[_FileCheck] = []
@@ -72,8 +74,11 @@ def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsO
     store = reading(checkpoint.store, options.direct, nbytes)
     checkpoint = replace(checkpoint, store=store)
     pace = store.cost.pace(options.threads, None, options.in_flight_bytes)
-    for first in range(0, len(checks), pace.requests):
-        _read(checkpoint, checks[first : first + pace.requests], pace.requests, pace.max_request_bytes)
+    with passing(options.progress, "verify") as progress:
+        meter = Meter(progress or (lambda done, total: None), nbytes)
+        for first in range(0, len(checks), pace.requests):
+            _read(checkpoint, checks[first : first + pace.requests], pace.requests, pace.max_request_bytes, meter)
+        meter.end()
     tensors = files = 0
     for check in checks:
         found, compared = check.result()
@@ -159,8 +164,11 @@ class _FileCheck:
         return faults, tensors
 
 
-def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, piece_bytes: int) -> None:
+def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, piece_bytes: int, meter: Meter) -> None:
     """Read a few files at once, and close them."""
+    done: list[int] = []
+    total = sum(check.nbytes for check in checks)
+    meter.begin(total)
     turns = zip_longest(*([(check, *piece) for piece in check.pieces(piece_bytes)] for check in checks))
     buffers = deque(allocate([piece_bytes])[0] for _ in range(threads))
 
@@ -168,6 +176,7 @@ def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, pi
         buffer = buffers.pop()
         check.read(begin, end, buffer.data[: end - begin])
         buffers.append(buffer)
+        done.append(end - begin)
 
     def cancel() -> None:
         for check in checks:
@@ -180,7 +189,8 @@ def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, pi
                 check.file = checkpoint.open_file(check.number)
             except SafetensorsError as error:
                 check.failure = error
-        run_tasks((partial(read, *task) for turn in turns for task in turn if task is not None), threads, cancel)
+        tasks = (partial(read, *task) for turn in turns for task in turn if task is not None)
+        run_tasks(tasks, threads, cancel, lambda: meter.moved(sum(done) / max(total, 1)))
         for check in checks:
             if check.file is not None and check.failure is None:
                 try:

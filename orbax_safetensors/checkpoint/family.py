@@ -193,6 +193,12 @@ def _described(
     tree = family.describe(config, family.variant_of(shapes, variant), bind, values)
     use = family.use(config, shapes, variant)
     tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
+    made_of = {name for view in tree.values() for name in view.tensors}
+    if unbound and (own := (by_path(shapes, tree).keys() & tree.keys()) - made_of):
+        raise MappingError(
+            f"{family.name}: the checkpoint has leaves of the family's tree, such as {min(own)!r}, as tensors: it was "
+            "saved without family=; load it without, or save it with family="
+        )
     check_shapes(family.name, tree, unbound, shapes)
     if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
         raise MappingError(f"{family.name}: {constant[0]!r} is a constant without a dtype; `full` takes one")

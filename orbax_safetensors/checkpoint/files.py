@@ -26,6 +26,7 @@ from orbax_safetensors.checkpoint.header_texts import (
     text_of,
 )
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
+from orbax_safetensors.format.foreign import of_bytes
 from orbax_safetensors.format.header import Header, fingerprint
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
@@ -35,6 +36,7 @@ from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
+from orbax_safetensors.storage.whereabouts import instead
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
     """Find the files of a checkpoint, the index that names them, and with `use_record` the headers in a record."""
     if path.endswith(SUFFIX) and not store.is_local:  # a reader of an object may not be allowed to list its neighbours
         return Found([path], assumed=True)
+    if path.endswith(INDEX_SUFFIX) and not (store.is_local and os.path.isdir(path)):
+        raise HeaderError(f"{path}: is not a safetensors file; it is {of_bytes(b'{', path)}")
     index: Index | None
     if not store.lists:
         file = store.find(posixpath.join(path, INDEX_NAME))
@@ -156,7 +160,7 @@ def _file_names(
     present = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
     if index is None:
         if not present:
-            raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}")
+            raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path)}")
         return present
     there = set(names)
     for name in sorted(set(index.files) - there):

@@ -14,13 +14,13 @@ import logging
 import posixpath
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from orbax_safetensors.errors import IndexFileError, SafetensorsError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.storage.store import File, Stamp, Store, read_small, write_small
+from orbax_safetensors.storage.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def read_all(store: Store, paths: Sequence[str], read: Callable[[Store, str], _T
     if store.is_local or len(paths) < 2:
         yield from map(attempt, paths)
         return
-    with ThreadPoolExecutor(min(store.cost.requests, len(paths)), "safetensors") as pool:
+    with Threads(min(store.cost.requests, len(paths)), "safetensors") as pool:
         try:
             yield from pool.map(attempt, paths)
         except BaseException:  # an interrupt, or the caller has stopped to iterate

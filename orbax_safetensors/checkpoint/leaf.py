@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.dtypes import from_numpy, nearest_dtype
 from orbax_safetensors.geometry.view import View
 
 
@@ -94,7 +94,7 @@ def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
         dtype: np.dtype = np.dtype(value.dtype if args.dtype is None else args.dtype).newbyteorder("=")
         from_numpy(dtype)
     except (TypeError, TensorMismatchError) as error:
-        raise TensorMismatchError(f"{name!r}: {error}") from error
+        raise TensorMismatchError(f"{name!r}: {error}{nearest_dtype(args.dtype)}") from error
     if value.dtype.kind in "OSUMmT" or value.dtype.names is not None:  # a cast would make numbers of what are none
         raise TensorMismatchError(f"{name!r}: {value.dtype} cannot be cast to {dtype}")
     if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":

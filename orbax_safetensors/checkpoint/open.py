@@ -46,7 +46,7 @@ def open_checkpoint(
       IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
       MappingError: there is no such family, or it does not fit the checkpoint.
     """
-    options = options or SafetensorsOptions()
+    options = SafetensorsOptions.of(options)
     checkpoint = read_checkpoint(path, options.storage_options)
     return mapped(checkpoint, family, variant, complete=True, dequantize=options.dequantize)
 

@@ -122,6 +122,8 @@ class Reference:
         _, missing, wrong = leaf_problems(mapped, leaves, whose)
         if problems := missing + wrong:
             hint = " (ocp.PLACEHOLDER in place of a leaf leaves it out)" if leaves.keys() > mapped.keys() else ""
+            if self.family is None and leaves.keys().isdisjoint(mapped):
+                hint += "; the tree has none of its tensors: a model's own tree is saved with family="
             raise MappingError(f"like {self.checkpoint.path}: {some(problems, separator='; ')}{hint}")
 
     def _dtype(self, leaf: Leaf, tensor: str) -> np.dtype:

@@ -36,14 +36,14 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
     Face Hub has of a file, for `hf://` and for its downloads. Each tensor and each file that differs is a fault, and so
     is a file with nothing to compare it with.
 
-    `path` is as for `open_checkpoint`. Of `options`, `storage_options` count, and with `data` also `threads`, `direct`
-    and `in_flight_bytes`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is checked.
-    Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error.
+    `path` is as for `open_checkpoint`. Of `options`, `storage_options` count, and with `data` also `threads`, `direct`,
+    `in_flight_bytes` and `progress`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is
+    checked. Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error.
 
     Raises `StorageError` if there is no checkpoint or it was never finished, and `ChecksumError` if `data` is set and
     `path` is a checkpoint of Orbax.
     """
-    return verified(path, data=data, options=options or SafetensorsOptions()).faults
+    return verified(path, data=data, options=SafetensorsOptions.of(options)).faults
 
 
 class Verified(NamedTuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
-from orbax_safetensors import delta
+from orbax_safetensors import SafetensorsOptions, delta
+from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer, Seconds, Share, Size
 
@@ -32,7 +34,9 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Publish the delta and print what was published."""
-    done = delta(args.old, args.new, args.publish, version=args.version)
+    with Reporter(args.command, sys.stderr) as reporter:
+        options = SafetensorsOptions(progress=reporter)
+        done = delta(args.old, args.new, args.publish, version=args.version, options=options)
     if args.json:
         output.json(asdict(done))
         return 0

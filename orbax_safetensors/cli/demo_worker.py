@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
 from orbax_safetensors import Checkpoint
+from orbax_safetensors.cli.demo import PROGRESS_SUFFIX
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.cli.picture import amounts, stretches
 from orbax_safetensors.format.dtypes import DTYPES, held
@@ -44,10 +45,18 @@ def main() -> None:
     # Without it JAX holds 64-bit types in 32 bits, which are not the stored ones.
     jax.config.update("jax_enable_x64", True)
     jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
-    Path(args.result).write_text(json.dumps(_work(args.path)))
+    result = Path(args.result)
+
+    def tell(share: float) -> None:
+        part = result.with_suffix(".part")
+        part.write_text(str(share))
+        part.replace(result.with_suffix(PROGRESS_SUFFIX))
+
+    result.write_text(json.dumps(_work(args.path, tell)))
 
 
-def _work(path: str) -> dict[str, Any]:
+def _work(path: str, tell: Callable[[float], None]) -> dict[str, Any]:
+    """Return the report of this process; `tell` is called with the share of its work that is done."""
     checkpoint = ost.open_checkpoint(path)
     restore_args = shardings(checkpoint)
     measured: list[float] = []
@@ -59,10 +68,20 @@ def _work(path: str) -> dict[str, Any]:
     jax.monitoring.register_scalar_listener(listen)
     # Orbax's own class takes directories only.
     is_file = os.path.isfile(path)
-    checkpointer = ost.SafetensorsCheckpointer() if is_file else ocp.Checkpointer(ost.SafetensorsHandler())
+    options = ost.SafetensorsOptions(progress=lambda done, total: tell(done / max(total, 1) / 2))
+    checkpointer = (
+        ost.SafetensorsCheckpointer(options=options)
+        if is_file
+        else ocp.Checkpointer(ost.SafetensorsHandler(options=options))
+    )
     arrays = checkpointer.restore(path, restore_args=restore_args)
     files = [file.path for file in checkpoint.files]
-    shards, differing = compare(arrays, {name: files[checkpoint[name].file] for name in arrays})
+    expected = sum(len(array.addressable_shards) for array in arrays.values())
+    shards, differing = compare(
+        arrays,
+        {name: files[checkpoint[name].file] for name in arrays},
+        lambda compared: tell(0.5 + compared / expected / 2),
+    )
     cost = ost.plan_restore(path, restore_args).processes[jax.process_index()]
     drawn = stretches(checkpoint)
     needed, read = amounts(executed_plan(checkpoint, restore_args), drawn)
@@ -99,10 +118,13 @@ def executed_plan(checkpoint: Checkpoint, restore_args: Mapping[str, ocp.ArrayRe
     return transfer_plan(wanted, checkpoint.location, checkpoint.store.cost.max_gap_bytes)
 
 
-def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tuple[int, list[str]]:
+def compare(
+    arrays: Mapping[str, jax.Array], file_of: Mapping[str, str], report: Callable[[int], object] = lambda compared: None
+) -> tuple[int, list[str]]:
     """Compare all shards on this process's devices with what the `safetensors` package reads from the files.
 
-    Returns how many shards there are, and a line for each that differs in shape, dtype or any bit.
+    Returns how many shards there are, and a line for each that differs in shape, dtype or any bit. `report` is called
+    with the number of shards so far.
     """
     count, differing = 0, []
     for file in sorted(set(file_of.values())):
@@ -113,6 +135,7 @@ def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tupl
                     found, expected = np.asarray(shard.data), reference.read(name, shard.index, arrays[name].shape)
                     if difference := _difference(found, expected):
                         differing.append(f"{file}: {name!r} {shard.index} on {shard.device}: {difference}")
+                report(count)
     return count, differing
 
 

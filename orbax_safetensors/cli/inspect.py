@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import posixpath
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -21,6 +22,7 @@ from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.quantized import label, quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.arguments import UsageError, add_family, family_facts, full_name, refuse, variant
+from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Facts, Printer, Size, in_braces, shape_text
 from orbax_safetensors.geometry.view import View
@@ -326,8 +328,11 @@ def _stats(args: argparse.Namespace, output: Printer) -> int:
     switches = variant(args)
     if is_orbax(place(args.path)):
         refuse(args, ("family", "variant"), _FOR_SAFETENSORS)
-    with closing(open_source(args.path, MEMORY_BYTES, family=args.family, variant=switches, decode=True)) as source:
-        found = statistics(source, args.stats, MEMORY_BYTES)
+    with (
+        closing(open_source(args.path, MEMORY_BYTES, family=args.family, variant=switches, decode=True)) as source,
+        Reporter(args.command, sys.stderr) as reporter,
+    ):
+        found = statistics(source, args.stats, MEMORY_BYTES, reporter)
     if args.json:
         document = found._asdict() | {"dtype": found.dtype.name}
         output.json(

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 
-from orbax_safetensors import SafetensorsError
+from orbax_safetensors import RuleError, SafetensorsError
 from orbax_safetensors.cli import convert, delta, demo, diff, families, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.arguments import UsageError
 from orbax_safetensors.cli.long_run import Warnings
 from orbax_safetensors.cli.parser import SHELLS, Completion, Parser
 from orbax_safetensors.cli.tables import Printer
-from orbax_safetensors.devices.rules import RuleError
 from orbax_safetensors.errors import printable
 
 COMMANDS = {

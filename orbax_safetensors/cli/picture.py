@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from orbax_safetensors import Checkpoint
-from orbax_safetensors.cli.tables import human_bytes, in_braces
+from orbax_safetensors.cli.tables import in_braces
 from orbax_safetensors.errors import printable
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import Runs
 from orbax_safetensors.transfer.plan import Part, TransferPlan

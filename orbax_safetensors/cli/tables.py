@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import humanize
-
 from orbax_safetensors import StorageError
 from orbax_safetensors.errors import printable
+from orbax_safetensors.format.amounts import human_bytes, human_seconds
 from orbax_safetensors.storage.paths import as_text
 
 # Spaces between the columns of a listing.
@@ -42,24 +41,6 @@ class Seconds(float):
 
 Cell = str | int | float
 Facts = list[tuple[str, Cell]]
-
-
-def human_bytes(nbytes: int) -> str:
-    """Return `nbytes` with a binary unit, as `86.7 MiB`."""
-    return humanize.naturalsize(nbytes, binary=True)
-
-
-def human_seconds(seconds: float) -> str:
-    """Return `seconds` with about three digits, as `350 ms`, `12.3 s`, `4 min 10 s` or `2 h 05 min`."""
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 99.95:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s"
-    hours, rest = divmod(round(seconds / 60), 60)
-    return f"{hours:,} h {rest:02} min"
 
 
 def shape_text(shape: Sequence[int]) -> str:

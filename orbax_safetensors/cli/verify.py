@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from orbax_safetensors import Checkpoint, SafetensorsOptions
 from orbax_safetensors.checkpoint.data import DataCheck
 from orbax_safetensors.checkpoint.verify import verified
+from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.orbax_store import open_step
@@ -41,7 +44,8 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print one line for each fault of `args.path`, or that there is none."""
-    faults, data, checkpoint = verified(args.path, data=args.data, options=SafetensorsOptions())
+    with Reporter(args.command, sys.stderr) if args.data else nullcontext() as reporter:
+        faults, data, checkpoint = verified(args.path, data=args.data, options=SafetensorsOptions(progress=reporter))
     held = None if faults else _held(args.path, checkpoint)
     if args.json:
         output.json(

@@ -19,6 +19,7 @@ from orbax_safetensors.convert.convert_request import ConvertArguments, ConvertR
 from orbax_safetensors.convert.into_files import files_from_files, files_from_orbax, plain_files_from_files
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
+from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.devices.sharding import num_processes
 from orbax_safetensors.errors import SafetensorsError
@@ -31,7 +32,6 @@ from orbax_safetensors.storage.process_memory import peak_bytes
 from orbax_safetensors.streaming.cost import ConversionPlan
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 from orbax_safetensors.streaming.tile_job import TileJob
-from orbax_safetensors.transfer.progress import passing
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def convert(
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Conversion:
     """Convert a checkpoint of safetensors files to one of Orbax, or back, in tiles; or make a plain one of quantised.
@@ -125,7 +125,7 @@ def convert(
       resume: go on with what a call with the same arguments has left unfinished.
       progress: called now and then with the bytes that this process has moved, and with those of its whole part. An
         exception of `progress` ends the conversion and passes to the caller; other processes raise a `StorageError`.
-        By default that of `options`.
+        By default that of `options`. True draws a bar on stderr.
       options: `direct` counts, and `storage_options` for safetensors files behind a URL and for a config. Orbax reaches
         its checkpoints with credentials of the environment.
 
@@ -152,7 +152,7 @@ def convert(
         memory_bytes=memory_bytes,
         options=options,
     )
-    return _run(request, resume, progress)
+    return _run("convert", request, resume, progress)
 
 
 def reshard(
@@ -166,7 +166,7 @@ def reshard(
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Conversion:
     """Store a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
@@ -210,7 +210,7 @@ def reshard(
         memory_bytes=memory_bytes,
         options=options,
     )
-    return _run(request, resume, progress)
+    return _run("reshard", request, resume, progress)
 
 
 def plan_convert(
@@ -296,7 +296,12 @@ def prepare(request: ConvertRequest | ReshardRequest) -> TileJob:
     )
 
 
-def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, progress: Progress | None) -> Conversion:
+def _run(
+    label: str,
+    build: Callable[[], ConvertRequest | ReshardRequest],
+    resume: bool,
+    progress: Progress | bool | None,
+) -> Conversion:
     """Build the request and run its job, in all processes or in none; their arguments have to be alike."""
     started = time.perf_counter()
     job: TileJob | None = None
@@ -312,7 +317,7 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
         # A process that begins a link meets this as well, and all fail.
         together(new_key("job"), prepared, str, check=same_arguments)
         assert job is not None
-        with passing(progress) as report:
+        with passing(progress, label) as report:
             job.run(resume=resume, progress=report)
     finally:
         if job is not None:

@@ -76,7 +76,7 @@ class _Request:
         return cls(
             source=_location("source", source),
             destination=_location("destination", destination),
-            options=options or SafetensorsOptions(),
+            options=SafetensorsOptions.of(options),
             **arguments,
         )
 

@@ -56,7 +56,7 @@ def apply_delta(
       TensorMismatchError: `base` lacks a tensor.
       StorageError: something cannot be read or written. Nothing has changed then.
     """
-    options = options or SafetensorsOptions()
+    options = SafetensorsOptions.of(options)
     zstandard()
     for path in (base, destination):
         if is_url(os.fspath(path)):

@@ -56,11 +56,16 @@ def range_of(checkpoint: Checkpoint, name: str, files: Sequence[File]) -> Range:
 
 
 def encode(
-    old: Range, new: Range, bits: int, buffers: Sequence[np.ndarray], write: Callable[[bytes], object]
+    old: Range,
+    new: Range,
+    bits: int,
+    buffers: Sequence[np.ndarray],
+    write: Callable[[bytes], object],
+    report: Callable[[int], object],
 ) -> tuple[int, str]:
     """Write the frame of two states of a tensor; return how many elements differ, and the checksum of the new bytes.
 
-    Elements have so many `bits`; packed ones count as bytes.
+    Elements have so many `bits`; packed ones count as bytes. `report` is called with the bytes of each piece.
     """
     compressor = zstandard().ZstdCompressor(level=_LEVEL).compressobj(size=new.nbytes)
     element = np.dtype(f"u{max(1, bits // 8)}")
@@ -70,6 +75,7 @@ def encode(
         np.bitwise_xor(before, after, out=before)
         changed += int(np.count_nonzero(before.view(element)))
         write(compressor.compress(before.data))
+        report(after.nbytes)
     write(compressor.flush())
     return changed, f"{checksum:08x}"
 

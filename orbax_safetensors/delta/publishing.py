@@ -14,12 +14,12 @@ import posixpath
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import read_checksums, recorded_content
+from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums, recorded_content
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.delta.frames import PIECE_BYTES, Range, encode, open_files, range_of, zstandard
 from orbax_safetensors.delta.hidden_directory import HiddenDirectory
@@ -33,6 +33,7 @@ from orbax_safetensors.delta.version import (
     path_of,
     recorded_at,
 )
+from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.dtypes import DTYPES
@@ -48,12 +49,15 @@ from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Store, find_small, write_small
 from orbax_safetensors.storage.upload import PARTS
 from orbax_safetensors.storage.workspace import taken
+from orbax_safetensors.transfer.progress import Meter
 from orbax_safetensors.transfer.threads import run_tasks
 
 logger = logging.getLogger(__name__)
 
 # Files of a delta, each of one thread, unless the caller says otherwise.
 _MAX_FILES = 16
+
+_Check = tuple[Checkpoint, Recorded, str]  # what a checkpoint has to agree with, and its fault if it does not
 
 
 @dataclass(frozen=True)
@@ -123,15 +127,16 @@ def delta(
 
     Writes the directory `weight_v000001` below `publish`, which readers see once it is complete. `version` is the one
     after the latest version there; version 1 changes the model that the engines started with. Each path is of a file
-    system or the URL of an object store; `old` and `new` may also be on other servers. Of `options`, `threads` and
-    `storage_options` count. Needs the extra `orbax-safetensors[delta]`, and no device.
+    system or the URL of an object store; `old` and `new` may also be on other servers. Of `options`, `threads`,
+    `storage_options` and `progress` count, which is called with the bytes that are read. Needs the extra
+    `orbax-safetensors[delta]`, and no device.
 
     Raises:
       TensorMismatchError: names, dtypes or shapes differ, so that only a full version can follow.
       ChecksumError: a checkpoint differs from the checksums of its save, or `old` from those of the version before.
       StorageError: the version exists or does not follow, or something cannot be read or written. Nothing is published.
     """
-    return prepare(DeltaRequest(place(old), place(new), place(publish), version, options or SafetensorsOptions())).run()
+    return prepare(DeltaRequest(place(old), place(new), place(publish), version, SafetensorsOptions.of(options))).run()
 
 
 def prepare(request: DeltaRequest) -> DeltaJob:
@@ -175,17 +180,21 @@ class DeltaJob:
         """Compare, write and publish; see `delta`."""
         started = time.perf_counter()
         path = path_of(self.publish, self.request.version)
+        checks = self._checks()
         with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(passing(self.request.options.progress, "delta"))
+            compared = sum(checkpoint.nbytes for checkpoint, _, _ in checks)
+            meter = Meter(progress or (lambda done, total: None), self.old.nbytes + self.new.nbytes + compared)
             if self.store.is_local:
                 workspace = HiddenDirectory(path)
                 stack.callback(workspace.release)
                 workspace.begin(resume=False)
-                changed, nbytes = self._write(workspace.path, "model")
+                changed, nbytes = self._write(workspace.path, "model", checks, meter)
                 workspace.finish()
             else:
                 directory = stack.enter_context(tempfile.TemporaryDirectory())
                 # Another run has files of other names, so that none of them ends up in the delta of this index.
-                changed, nbytes = self._write(directory, f"model-{secrets.token_hex(4)}")
+                changed, nbytes = self._write(directory, f"model-{secrets.token_hex(4)}", checks, meter)
                 self._upload(directory, path)
         tensors = self.new.tensors.values()
         done = Delta(
@@ -202,8 +211,12 @@ class DeltaJob:
         logger.info("%s", done)
         return done
 
-    def _write(self, directory: str, stem: str) -> tuple[Mapping[str, int], int]:
+    def _write(
+        self, directory: str, stem: str, checks: Sequence[_Check], meter: Meter
+    ) -> tuple[Mapping[str, int], int]:
         """Write all files of the delta; return how many elements of each tensor changed, and the bytes of tensors."""
+        meter.begin(self.old.nbytes + self.new.nbytes)
+        read: list[int] = []
         changed: dict[str, int] = {}
         headers: dict[str, Header] = {}
         groups = _balanced(self.new, self.request.options.threads or min(_MAX_FILES, self.new.store.cost.requests))
@@ -211,15 +224,20 @@ class DeltaJob:
             old, new = open_files(self.old, stack), open_files(self.new, stack)
 
             def write(name: str, tensors: Sequence[str]) -> None:
-                headers[name] = self._write_file(os.path.join(directory, name), tensors, old, new, changed)
+                headers[name] = self._write_file(os.path.join(directory, name), tensors, old, new, changed, read.append)
 
             names = [name.replace("model", stem) for name in file_names(len(groups))]
             tasks = [partial(write, name, group) for name, group in zip(names, groups, strict=True)]
-            run_tasks(iter(tasks), len(tasks), lambda: None)
+            total = max(self.new.nbytes, 1)
+            run_tasks(iter(tasks), len(tasks), lambda: None, lambda: meter.moved(sum(read) / total))
             for file, stored in zip([*old, *new], [*self.old.files, *self.new.files], strict=True):
                 file.check(stored.stamp)
-        record = self._checked_record()
-        if record is not None:
+        for checkpoint, recorded, fault in checks:
+            meter.begin(checkpoint.nbytes)
+            options = replace(self.request.options, progress=lambda done, total: meter.moved(done / max(total, 1)))
+            check(checkpoint, recorded, options, fault)
+        meter.end()
+        if (record := recorded_content(self.new)) is not None:
             write_small(LocalStore(), os.path.join(directory, CHECKSUMS_NAME), record)
         weight_map = {tensor: name for name, header in headers.items() for tensor in header.tensors}
         index = index_of(self.request.version, weight_map)
@@ -227,9 +245,18 @@ class DeltaJob:
         return changed, sum(headers[name].file_bytes for name in index.files)
 
     def _write_file(
-        self, path: str, tensors: Sequence[str], old: Sequence[File], new: Sequence[File], changed: dict[str, int]
+        self,
+        path: str,
+        tensors: Sequence[str],
+        old: Sequence[File],
+        new: Sequence[File],
+        changed: dict[str, int],
+        report: Callable[[int], object],
     ) -> Header:
-        """Write the frames of the `tensors` that changed, and the header last, into the room that was left for it."""
+        """Write the frames of the `tensors` that changed, and the header last, into the room that was left for it.
+
+        `report` is called with the bytes of each piece that is compared.
+        """
         dtype, buffers = DTYPES[FRAME_DTYPE], allocate([PIECE_BYTES] * 2)
         longest = [(name, dtype, (2 * self.new[name].nbytes + PIECE_BYTES,)) for name in tensors]
         data_start = Header.layout(longest, dict.fromkeys(tensors, "checksum")).data_start
@@ -244,7 +271,7 @@ class DeltaJob:
             for name in tensors:
                 begin, bits = end, self.new[name].stored_dtype.bits
                 before, after = range_of(self.old, name, old), range_of(self.new, name, new)
-                changed[name], checksum = encode(before, after, bits, buffers, write)
+                changed[name], checksum = encode(before, after, bits, buffers, write, report)
                 if changed[name]:
                     entries[name] = TensorEntry(name, dtype, (end - begin,), begin, end)
                     checksums[name] = checksum
@@ -254,22 +281,19 @@ class DeltaJob:
         write_small(LocalStore(), path, header.encoded, nbytes=header.file_bytes)
         return header
 
-    def _checked_record(self) -> bytes | None:
-        """Return the record of the checksums of `new`; None if its save wrote none.
+    def _checks(self) -> list[_Check]:
+        """Return what has to be checked once all is written, as far as anything is recorded.
 
-        Raises `ChecksumError` unless the old bytes are those of the version before, or of their save, as far as either
-        is known, and the new ones those of their save.
+        The old bytes have to be those of the version before, or of their save, and the new ones those of their save.
         """
         before = path_of(self.publish, self.request.version - 1)
         published, saved = recorded_at(self.store, before), "its bytes are not those of its save"
-        for checkpoint, recorded, fault in (
+        checks = (
             (self.old, published, f"is not the checkpoint that {before} has published"),
             (self.old, None if published else read_checksums(self.old), saved),
             (self.new, read_checksums(self.new), saved),
-        ):
-            if recorded is not None:
-                check(checkpoint, recorded, self.request.options, fault)
-        return recorded_content(self.new)
+        )
+        return [(checkpoint, recorded, fault) for checkpoint, recorded, fault in checks if recorded is not None]
 
     def _upload(self, directory: str, path: str) -> None:
         """Write the files as objects, the index last; until then, what is in its place makes readers fail."""

@@ -24,6 +24,7 @@ from jax._src.distributed import global_state
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.names import some
+from orbax_safetensors.storage.threads import start
 
 # How long the slowest process may take after the fastest, in seconds. A disk that is much slower than the others must
 # not fail a save, and jax.distributed itself notices a process that has died.
@@ -218,7 +219,7 @@ def _interruptibly(wait: Callable[[], None]) -> None:
         else:
             ended.set_result(None)
 
-    threading.Thread(target=work, name="other_processes", daemon=True).start()
+    start(work, "other_processes")
     ended.result()
 
 

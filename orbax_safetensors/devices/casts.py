@@ -11,7 +11,7 @@ import numpy as np
 from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.devices.rules import check_pattern, check_used, first_match
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.dtypes import from_numpy, nearest_dtype
 
 
 class Casts:
@@ -54,5 +54,7 @@ def _dtype(value: Any) -> np.dtype:
         if not is_float(dtype):
             raise TypeError
     except (TypeError, TensorMismatchError) as error:
-        raise TensorMismatchError(f"dtype: expected a floating-point dtype, as bfloat16, found {value!r}") from error
+        raise TensorMismatchError(
+            f"dtype: expected a floating-point dtype, as bfloat16, found {value!r}{nearest_dtype(value, is_float)}"
+        ) from error
     return dtype

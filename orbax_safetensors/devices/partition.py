@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.devices.rules import (
     Misfit,
-    RuleError,
     check_fit,
     check_pattern,
     check_used,
@@ -24,7 +23,7 @@ from orbax_safetensors.devices.rules import (
     none_of,
 )
 from orbax_safetensors.devices.sharding import device_boxes
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import RuleError, TensorMismatchError
 from orbax_safetensors.format.names import same
 from orbax_safetensors.geometry.box import Box
 

@@ -11,17 +11,13 @@ import re
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import RuleError
 from orbax_safetensors.format.names import some, without_value
 
 logger = logging.getLogger(__name__)
 
 Misfit = tuple[str, tuple[int, ...], str]
 """An array's name, its shape, and why a rule does not fit it."""
-
-
-class RuleError(TensorMismatchError):
-    """A rule does not fit the arrays. The message begins with the argument that holds the rule, and a colon."""
 
 
 def check_pattern(argument: str, pattern: str) -> None:

@@ -3,8 +3,9 @@
 A type is valid here if it can be stored, whether JAX can hold it or not.
 """
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -71,6 +72,23 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
     }
 )
 
+# Of other programs, for messages: as headers have dtypes, and their usual short names.
+_SPELLINGS = {dtype.name.lower(): str(dtype.numpy) for dtype in DTYPES.values() if dtype.numpy is not None} | {
+    "fp8": "float8_e4m3fn",
+    "float8": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "half": "float16",
+    "fp16": "float16",
+    "brain": "bfloat16",
+    "bfloat": "bfloat16",
+    "fp32": "float32",
+    "tf32": "float32",
+    "float": "float32",
+    "full": "float32",
+    "fp64": "float64",
+}
+
 _FROM_NUMPY = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype.numpy is not None}
 
 
@@ -87,6 +105,17 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
         raise TensorMismatchError(
             f"dtype: expected a type that safetensors can store ({names}), found {dtype!r}"
         ) from error
+
+
+def nearest_dtype(name: object, fits: Callable[[np.dtype[Any]], bool] = lambda dtype: True) -> str:
+    """Return what a message adds to a wrong `name` of a dtype: the one that NumPy and JAX have for what is meant.
+
+    Only dtypes that `fits` is true of are meant.
+    """
+    spelling = str(name).strip().lower().rpartition(".")[2]  # of `torch.bfloat16` as well
+    named = [str(dtype) for dtype in _FROM_NUMPY if fits(dtype)]
+    meant = _SPELLINGS.get(spelling) or next(iter(difflib.get_close_matches(spelling, named, n=1)), None)
+    return f" (did you mean {meant!r}?)" if meant in named else ""
 
 
 def nbytes(dtype: DType, shape: tuple[int, ...]) -> int:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from orbax_safetensors.errors import HeaderError
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.dtypes import DTYPES, DType
+from orbax_safetensors.format.foreign import of_bytes
 
 PREFIX_BYTES = 8
 """Size of `N`, in bytes."""
@@ -167,9 +168,12 @@ def header_length(prefix: bytes, file_nbytes: int, *, file: str) -> int:
         found = min(len(prefix), file_nbytes)
         raise HeaderError(f"{not_safetensors}: expected at least {PREFIX_BYTES} bytes, found {found}")
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
-    if length > max(MAX_HEADER_BYTES, file_nbytes - PREFIX_BYTES):
+    kind = of_bytes(prefix, file)
+    most = MAX_HEADER_BYTES, file_nbytes - PREFIX_BYTES
+    if length > (max(most) if kind is None else min(most)):
         raise HeaderError(
             f"{not_safetensors}: expected the length of a header in its first bytes, found {prefix[:PREFIX_BYTES]!r}"
+            f"{f'; it is {kind}' if kind else ''}"
         )
     if length > MAX_HEADER_BYTES:
         raise HeaderError(f"{file}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")

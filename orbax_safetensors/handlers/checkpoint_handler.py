@@ -60,7 +60,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         """
         self._family = family
         self._variant = variant
-        self._options = options or SafetensorsOptions()
+        self._options = SafetensorsOptions.of(options)
         self._multiprocessing_options = multiprocessing_options or ocp.options.MultiprocessingOptions()
 
     def restore(self, directory: epath.PathLike, args: SafetensorsRestore | None = None) -> Any:

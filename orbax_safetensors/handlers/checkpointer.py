@@ -35,6 +35,7 @@ from orbax_safetensors.orbax_store.metadata import finished_text, step_record
 from orbax_safetensors.save.new_directory import NewDirectory
 from orbax_safetensors.storage.paths import is_url, place
 from orbax_safetensors.storage.replace import recover
+from orbax_safetensors.storage.threads import refusals
 
 _Args = TypeVar("_Args")
 
@@ -62,7 +63,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         **kwargs: Any,
     ) -> None:
         """Make the handler with the arguments that it takes; other keywords are those of `ocp.Checkpointer`."""
-        self._options = options or SafetensorsOptions()
+        self._options = SafetensorsOptions.of(options)
         self._processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
         handler = SafetensorsHandler(
             family=family, variant=variant, options=self._options, multiprocessing_options=self._processes
@@ -114,7 +115,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
                 active=active,
                 timeout_secs=self._options.join_timeout_secs,
             )
-            with storage_errors(f"{path}: cannot be saved", OSError):
+            with refusals(), storage_errors(f"{path}: cannot be saved", OSError):
                 super().save(epath.Path(new.path), args=args, force=force, custom_metadata=custom_metadata)
             together(f"{key}/finished", active.by_primary(new.finish), active=active)
         finally:

@@ -49,7 +49,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
     ) -> None:
         """Take `options`, which say how bytes are moved, and `multiprocessing_options`, as `SafetensorsHandler`."""
-        self._options = options or SafetensorsOptions()
+        self._options = SafetensorsOptions.of(options)
         self._multiprocessing_options = multiprocessing_options or ocp.options.MultiprocessingOptions()
 
     def typestr(self) -> str:

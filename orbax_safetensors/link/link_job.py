@@ -24,6 +24,7 @@ from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.trees import nodes
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.digest import digest_of
@@ -49,7 +50,6 @@ from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_sink import orbax_sink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.tile_job import TileJob
-from orbax_safetensors.transfer.progress import passing
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class LinkJob:
             restore = plan_arrays(restored, self.request.partition, process_count, file_bytes)
         return LinkPlan(self.request.destination, self.arrays, nbytes, restore)
 
-    def run(self, *, resume: bool, progress: Progress | None) -> None:
+    def run(self, *, resume: bool, progress: Progress | bool | None) -> None:
         """Make the link, together with all other processes; raises in every process if one fails."""
         key, active, staging = new_key("link"), ActiveProcesses.all(), self.staging
         try:
@@ -183,7 +183,7 @@ class LinkJob:
             if self.making is not None:
                 with closing(self.making.source):
                     if not together(f"{key}/made", staging.has_made, str):  # an earlier run may have made them
-                        with passing(progress) as report:
+                        with passing(progress, "link") as report:
                             self.making.run(resume=resume, progress=report)
             together(f"{key}/write", active.by_primary(self._write))
         finally:

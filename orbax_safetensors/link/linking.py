@@ -67,7 +67,7 @@ def link(
     memory_bytes: int = MEMORY_BYTES,
     hard_links: bool = False,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Link:
     """Make safetensors files a checkpoint of Orbax by writing down where each chunk of each array lies in them.
 
@@ -96,7 +96,7 @@ def link(
       hard_links: link the files by hard links.
       resume: go on with what a call with the same arguments has left unfinished.
       progress: called now and then with the bytes that this process has made, and with those of its whole part. An
-        exception of `progress` passes to the caller; other processes raise a `StorageError`.
+        exception of `progress` passes to the caller; other processes raise a `StorageError`. True draws a bar.
 
     Raises:
       StorageError: something is in the way, or cannot be read or written.

@@ -23,6 +23,9 @@ RECORD_KEY = "orbax_safetensors"
 _MOST_TENSORS = 250_000
 _MOST_OF_STORED = 4
 
+# What a message adds if there is no config.
+NO_CONFIG = "put the model's config.json beside the files; a save takes it from config= or like="
+
 # Makes the result of `tensor` while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
 # The shapes of stored tensors by name.
@@ -280,7 +283,8 @@ class Family:
         try:
             tree = self.tree(config, **variant)
         except KeyError as error:
-            raise MappingError(f"{self.name}: config.json has no {error}") from error
+            advice = "" if config else f", because there is none; {NO_CONFIG}"
+            raise MappingError(f"{self.name}: config.json has no {error}{advice}") from error
         except MappingError as error:
             raise MappingError(f"{self.name}: {error}") from error
         except Exception as error:

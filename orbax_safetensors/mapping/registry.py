@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping.families import FAMILIES
-from orbax_safetensors.mapping.family import Family, Variant, switches_of
+from orbax_safetensors.mapping.family import NO_CONFIG, Family, Variant, switches_of
 
 # Names in the tree are the names in the files, whatever families are registered.
 IDENTITY = Family("identity", (), dict)
@@ -92,10 +92,11 @@ def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | Non
         return known[family]
     single = _single_for(config, matches, family)
     if single is None:
-        advice = "put the model's config.json beside the files; a save takes it from config= or like="
+        advice = NO_CONFIG
         if config:
             served = sorted({name for match in matches for name in match.architectures})
-            advice = f"there are families for {', '.join(served)}"
+            names = ", ".join(match.name for match in matches)
+            advice = f"there are families for {', '.join(served)}" if served else f"pass the whole name of one: {names}"
         raise MappingError(f"{family}: no family is for {described(config)}; {advice}")
     return single
 

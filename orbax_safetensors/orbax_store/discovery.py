@@ -11,6 +11,7 @@ from etils import epath
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json
+from orbax_safetensors.storage.whereabouts import instead
 
 TREE_FILE = "_METADATA"
 STRINGS_FILE = "_strings.json"
@@ -99,7 +100,7 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
     unfinished = [
         name for name in directories if UNFINISHED in name or (name in numbers and not _is_finished(path / name))
     ]
-    found = f"; {unfinished} were never finished" if unfinished else ", and no .safetensors file"
+    found = f"; {unfinished} were never finished" if unfinished else f", and no .safetensors file{instead(str(path))}"
     raise MissingError(f"{path}: holds no finished checkpoint of Orbax{found}")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.devices.arrays import assemble, fetches_pinned, pinned_arena, wait
+from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.growing import Growing
 from orbax_safetensors.devices.sharding import no_mesh, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
@@ -30,7 +31,7 @@ from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import ALIGNMENT, DIRECT_BYTES, PAGE_BYTES
 from orbax_safetensors.storage.process_memory import no_collection
-from orbax_safetensors.transfer.progress import SECONDS, Meter, passing
+from orbax_safetensors.transfer.progress import SECONDS, Meter
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.threads import working
 
@@ -189,7 +190,7 @@ def filling(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     sums = None if comparison is None else comparison.sums
-    with no_mesh(), passing(options.progress) as progress:
+    with no_mesh(), passing(options.progress, "load") as progress:
         meter = None if progress is None else Meter(progress, nbytes)
         under_way = Filling(checkpoint, options, sums, meter, _pinned(alike))
         with contextlib.closing(under_way.sources) as sources:

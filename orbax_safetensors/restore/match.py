@@ -187,13 +187,15 @@ def _wrong_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
     if missing := [name for name in requested if name not in stored]:
         keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
         advice = " (random keys are not stored; leave them out, as nnx.state(model, nnx.Param) does)" if keys else ""
+        if len(missing) == len(requested) and all(type(leaf) is int for leaf in requested.values()):
+            advice += " (for a mesh, pass jax.sharding.Mesh(jax.devices(), ('model',)) rather than sizes)"
         if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
             advice += " (some are names of stored tensors, and a family is in use: family='identity' restores these)"
         names = some(missing, lambda name: shown(name) + hint(name, stored))
         problems.append(f"not in the checkpoint: {names}{advice}")
     if unexpected:
         problems.append(
-            "in the checkpoint but not in the tree (SafetensorsRestore with partial_restore=True leaves them out): "
+            "in the checkpoint but not in the tree (partial=True leaves them out; for Orbax, partial_restore=True): "
             + some([name for name in stored if name in unexpected], shown)
         )
     return "; ".join(problems)

@@ -20,7 +20,7 @@ from orbax_safetensors.devices.arrays import check_holdable
 from orbax_safetensors.devices.sharding import local_boxes, plain
 from orbax_safetensors.devices.trees import is_random
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.dtypes import DType, from_numpy
+from orbax_safetensors.format.dtypes import DType, from_numpy, nearest_dtype
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.restore.leaf_request import SCALARS, leaf_request
@@ -214,5 +214,7 @@ def _checked_dtype(requested: Any, held: np.dtype) -> np.dtype:
         if dtype not in (held, np.dtype(np.complex128)):
             from_numpy(dtype)
     except (TypeError, TensorMismatchError) as error:
-        raise TensorMismatchError(f"expected a dtype that tensors can have, found {requested!r}") from error
+        raise TensorMismatchError(
+            f"expected a dtype that tensors can have, found {requested!r}{nearest_dtype(requested)}"
+        ) from error
     return dtype

@@ -29,6 +29,7 @@ from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME, write_header
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
 from orbax_safetensors.devices.arrays import explicit_transfers
+from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
@@ -52,7 +53,7 @@ from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import NewFile
 from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.plan import Location, locations, transfer_plan
-from orbax_safetensors.transfer.progress import Meter, passing
+from orbax_safetensors.transfer.progress import Meter
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
 
@@ -195,7 +196,7 @@ class SaveJob:
         step = partial(together, active=active)
         with contextlib.ExitStack() as stack:
             stack.callback(withdraw, f"{self.key}/sums")
-            progress = stack.enter_context(passing(request.options.progress))
+            progress = stack.enter_context(passing(request.options.progress, "save"))
             # Before a process makes a file, all have seen which files were there, and the old ones are kept.
             step(f"{self.key}/begun", partial(self._begin, stack))
             writer = stack.enter_context(self._writer())

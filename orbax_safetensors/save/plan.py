@@ -102,7 +102,7 @@ def plan_save(
         evenly.
       StorageError: there is no store for `path`, or `like` cannot be opened.
     """
-    options = options or SafetensorsOptions()
+    options = SafetensorsOptions.of(options)
     request = SaveRequest(
         path,
         item,

@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.threads import start
 
 _T = TypeVar("_T")
 
@@ -85,7 +86,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
         except BaseException as error:
             ended.set_exception(error)
 
-    threading.Thread(target=work, name="remote_stores_blocking", daemon=True).start()
+    start(work, "remote_stores_blocking")
     return await asyncio.wrap_future(ended)
 
 
@@ -103,9 +104,13 @@ def _begin(request: Coroutine[Any, Any, _T]) -> Future[_T]:
                     "this process was forked from a process that has used object stores or HTTP servers, and cannot "
                     "use them: have multiprocessing start it with 'spawn' or 'forkserver'"
                 )
-            loop = _loops[os.getpid()] = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, name="remote_stores", daemon=True)
-            thread.start()
+            loop = asyncio.new_event_loop()
+            try:
+                thread = start(loop.run_forever, "remote_stores")
+            except BaseException:
+                loop.close()
+                raise
+            _loops[os.getpid()] = loop
             atexit.register(_stop, loop, thread)
         if loop in _stopping:
             raise StorageError("the program is ending: it makes no more requests to object stores and HTTP servers")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError, TargetTypeError
+from orbax_safetensors.storage.whereabouts import similar
 
 PathLike = str | os.PathLike[str]
 
@@ -34,8 +35,11 @@ _PART = re.compile(r"[\w.-]+", re.ASCII)
 def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     """Return a path, with the home directory for `~`, or a URL.
 
-    Raises `StorageError` if it is empty, or a URL in which `pathlib` has left out a slash.
+    Raises `StorageError` if it is empty, or a URL in which `pathlib` has left out a slash, and `TargetTypeError` if it
+    is not a path.
     """
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TargetTypeError(f"path: expected a str or an os.PathLike, found {path!r:.200}")
     text = os.fsdecode(path)
     if not text:
         raise StorageError("expected a path or a URL, found an empty text")
@@ -178,4 +182,4 @@ def missing(path: str) -> str:
         name = path
     if _NAME.fullmatch(name):
         return f"no such directory; for the Hub write hf://{name}"
-    return "no such file or directory"
+    return f"no such file or directory{similar(path)}"

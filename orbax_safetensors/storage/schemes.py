@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# A repository as people see it, where no file is.
+_HUB_HOSTS, _HUB_PAGE = ("huggingface.co", "hf.co"), re.compile(r"/([^/]+/[^/]+)(?:/(?:tree|blob)/.*)?/?")
 # What a commit of a repository is called, and no branch.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -129,6 +131,8 @@ def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     if parts is None:
         raise StorageError(f"{shown(url)}: is not a URL")
     user, _, host = parts.netloc.rpartition("@")
+    if host in _HUB_HOSTS and (page := _HUB_PAGE.fullmatch(parts.path)):
+        raise StorageError(f"{shown(url)}: is a page of the Hub: write hf://{page[1]}, with its revision as @revision")
     # Everything below the server's root, so that files beside this one are of the same store.
     root = urlunsplit((parts.scheme, host, "", "", ""))
     if user:
@@ -169,7 +173,10 @@ def _fsspec(url: str, options: dict[str, Any]) -> tuple[Store, str]:
 
     if not fsspec_store.knows(url):
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise StorageError(f"{shown(url)}: expected a path or one of {known}, or a URL of a file system of fsspec")
+        advice = f"; write {unquote(urlsplit(url).path)} alone" if url.startswith("file://") else ""
+        raise StorageError(
+            f"{shown(url)}: expected a path or one of {known}, or a URL of a file system of fsspec{advice}"
+        )
     return fsspec_store.FsspecStore(url, options, RETRIES), shown(url).rstrip("/")
 
 

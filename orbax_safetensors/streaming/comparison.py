@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import NamedTuple
 
@@ -12,7 +11,8 @@ import numpy as np
 from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.format.names import by_path
 from orbax_safetensors.options import Progress
-from orbax_safetensors.streaming.cutting import batch_bytes, bundles
+from orbax_safetensors.storage.threads import Threads
+from orbax_safetensors.streaming.cutting import batch_bytes, bundles, step_bytes
 from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, nbytes
 from orbax_safetensors.transfer.engine import batches
 
@@ -72,7 +72,7 @@ def compare(first: TileSource, second: TileSource, memory_bytes: int, progress: 
     shared = [name for name in first.leaves if name in other]
     alike = [name for name in shared if first.leaves[name].shape == second.leaves[other[name]].shape]
     counts = dict.fromkeys(alike, (0, 0.0))
-    with ThreadPoolExecutor(2, "side") as pool:
+    with Threads(2, "side") as pool:
         for tiles in _batches(first, second, alike, other, memory_bytes, progress):
             theirs = [Tile(other[tile.name], tile.box) for tile in tiles]
             both = pool.map(lambda source, part: source.read(part), (first, second), (tiles, theirs))
@@ -115,7 +115,7 @@ def _batches(
         cut = bundles(first, grains, {}, [(name,) for name in names], memory_bytes)
     sizes = [nbytes(bundle, first.leaves) for bundle in cut]
     done, total = 0, sum(sizes)
-    for batch in batches(zip(cut, sizes, strict=True), batch_bytes(memory_bytes)):
+    for batch in batches(zip(cut, sizes, strict=True), step_bytes(total, batch_bytes(memory_bytes))):
         if progress is not None:
             progress(done, total)
         tiles = [tile for bundle in batch for tile in bundle]

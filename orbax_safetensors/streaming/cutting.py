@@ -16,6 +16,7 @@ from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource
 MEMORY_BYTES = 2 * 2**30  # all that a conversion or link takes unless the caller says
 _BUNDLES = 4  # that have to fit into memory
 _BATCHES = 8  # likewise, each as large as a tile can be
+_STEPS, _SMALL_BYTES = 16, 32 * 2**20
 # Tiles may be as short as a page, as a row, or as this part of their array. Each costs a request and a write to the
 # disk: with shorter tiles, a large array would take for ever.
 _PAGE_BYTES = 4096
@@ -44,6 +45,14 @@ def batch_bytes(memory_bytes: int) -> int:
     Three batches, and as much again on their way, leave a quarter for freed memory that libraries keep.
     """
     return max(memory_bytes // _BATCHES, 1)
+
+
+def step_bytes(total: int, most: int) -> int:
+    """Return how many of `total` bytes move at once: at most so many, and less of few, so that several steps overlap.
+
+    Each step is also one of the progress. Requests for less than 32 MiB would be too few at once.
+    """
+    return min(most, max(total // _STEPS, _SMALL_BYTES))
 
 
 def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> int:

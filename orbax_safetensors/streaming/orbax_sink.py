@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -86,20 +87,26 @@ class OrbaxSink(Sink):
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `Sink`. Each tile is stored when this returns: no kill of the process can undo it."""
         self.check_others()
-        finish_all(
-            begin_write(
-                self._stores[tile.name][tile.box.slices],
-                array,
-                self._budget,
-                # Encoded, a tile is in memory a second time.
-                copies=2 if self.workspace.compression else 1,
-                where=f"{self.workspace.destination}: {tile.name!r}",
-            )
-            for tile, array in zip(tiles, arrays, strict=True)
+        finish_all(map(self._begin, tiles, arrays))
+
+    def _begin(self, tile: Tile, array: np.ndarray) -> Future[None]:
+        writing = begin_write(
+            self._stores[tile.name][tile.box.slices],
+            array,
+            self._budget,
+            # Encoded, a tile is in memory a second time.
+            copies=2 if self.workspace.compression else 1,
+            where=f"{self.workspace.destination}: {tile.name!r}",
         )
-        with self._counting:
-            self.counters.num_requests += sum(num_chunks(tile.box, self._leaves[tile.name]) for tile in tiles)
-            self.counters.nbytes += sum(array.nbytes for array in arrays)
+        requests, nbytes = num_chunks(tile.box, self._leaves[tile.name]), array.nbytes
+
+        def count(_: Future[None]) -> None:
+            with self._counting:
+                self.counters.num_requests += requests
+                self.counters.nbytes += nbytes
+
+        writing.add_done_callback(count)
+        return writing
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
         """See `Sink`. Bytes count before the encoding, which takes at most as much memory again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import jax
@@ -62,7 +62,7 @@ class OrbaxSource:
         leaf = self._arrays[name]
         return tuple(min(chunk, size) for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True))
 
-    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
+    def read(self, tiles: Sequence[Tile], report: Callable[[float], None] | None = None) -> list[np.ndarray]:
         """See `TileSource`."""
         dtypes = [self.leaves[tile.name].dtype for tile in tiles]
         memory = allocate([prod(tile.box.shape) * dtype.itemsize for tile, dtype in zip(tiles, dtypes, strict=True)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -80,11 +80,11 @@ class SafetensorsSource:
             run *= shape[axis]
         return tuple(out)
 
-    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
+    def read(self, tiles: Sequence[Tile], report: Callable[[float], None] | None = None) -> list[np.ndarray]:
         """See `TileSource`."""
         blocks, plan = self._planned(tiles)
         memory = allocate([block.nbytes for block in blocks], direct_offsets(plan, self._checkpoint.store))
-        self._reader.run(plan, blocks, memory)
+        self._reader.run(plan, blocks, memory, report)
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:

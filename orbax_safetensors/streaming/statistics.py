@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +11,10 @@ from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.options import Progress
 from orbax_safetensors.streaming.cutting import bundles
-from orbax_safetensors.streaming.tiles import Tile, TileSource
+from orbax_safetensors.streaming.tiles import Tile, TileSource, nbytes
+from orbax_safetensors.transfer.progress import Meter
 
 # Values at the beginning of an array that are shown.
 _FIRST = 8
@@ -37,8 +40,8 @@ class Statistics(NamedTuple):
     first: list[Any]
 
 
-def statistics(source: TileSource, name: str, memory_bytes: int) -> Statistics:
-    """Read the array `name` in tiles, in about `memory_bytes`.
+def statistics(source: TileSource, name: str, memory_bytes: int, progress: Progress | None = None) -> Statistics:
+    """Read the array `name` in tiles, in about `memory_bytes`, and call `progress` with the bytes of it.
 
     Raises `TensorMismatchError` if there is no such array, or if its numbers are complex.
     """
@@ -52,10 +55,13 @@ def statistics(source: TileSource, name: str, memory_bytes: int) -> Statistics:
     highs: list[Any] = []
     sums: list[float] = []
     count = nans = 0
+    meter = Meter(progress or (lambda done, total: None), prod(leaf.shape) * leaf.dtype.itemsize)
     for bundle in bundles(source, {name: source.grain(name)}, {}, [(name,)], memory_bytes):
-        (tile,) = source.read(bundle)
+        meter.begin(nbytes(bundle, source.leaves))
+        (tile,) = source.read(bundle, lambda share: meter.moved(share / 2))
         flat = tile.reshape(-1)
         for begin in range(0, flat.size, _PART):
+            meter.moved(0.5 + begin / flat.size / 2)
             values = flat[begin : begin + _PART].astype(wide)
             numbers = values[~np.isnan(values)]
             nans += values.size - numbers.size
@@ -65,6 +71,7 @@ def statistics(source: TileSource, name: str, memory_bytes: int) -> Statistics:
                 highs.append(numbers.max().item())
                 sums.append(float(numbers.sum(dtype=np.float64)))
     source.check()
+    meter.end()
     return Statistics(
         shape=leaf.shape,
         dtype=leaf.dtype,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -17,13 +18,19 @@ from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.options import Progress
 from orbax_safetensors.storage.process_memory import resident, trim
+from orbax_safetensors.storage.threads import Threads
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan
+from orbax_safetensors.streaming.cutting import step_bytes
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, nbytes
-from orbax_safetensors.transfer.engine import batches
+from orbax_safetensors.transfer.engine import Counters, batches
 from orbax_safetensors.transfer.figures import looked_at
+from orbax_safetensors.transfer.progress import SECONDS
 
 _T = TypeVar("_T")
+
+# Of a batch, between two calls of `progress`: a shorter one is told of when it is written.
+_STEP_BYTES = 2**20
 
 
 class TileJob:
@@ -73,41 +80,36 @@ class TileJob:
             left = [unit for unit in range(len(sink.units)) if not sink.has(unit)]
             early, last = self._share_of(left, jax.process_index(), jax.process_count())
             sink.expect([*early, *last])
-            total = sum(map(self._nbytes, (*early, *last)))
-            moved = 0
+            moved = _Moved(progress, sum(map(self._nbytes, (*early, *last))), sink.counters)
+            self._move(early, moved)
+            sink.commit(lambda: self._move(last, moved) if last else None)
 
-            def report(nbytes: int) -> None:
-                nonlocal moved
-                moved += nbytes
-                if progress is not None:
-                    progress(moved, total)
-
-            report(0)
-            self._move(early, report)
-            sink.commit(lambda: self._move(last, report) if last else None)
-
-    def _move(self, units: Sequence[int], report: Callable[[int], None]) -> None:
+    def _move(self, units: Sequence[int], moved: _Moved) -> None:
         """Move units. A batch is read while up to `Sink.writers` batches are written, each by a thread.
 
-        With two, one batch is encoded or copied while another waits for the disk. `report` is called after each batch
-        that has been written, with its bytes.
+        With two, one batch is encoded or copied while another waits for the disk.
         """
         sink = self.sink
         # Freed memory that libraries keep serves the next batch, as long as the process stays below its limit.
         most = resident() + 6 * sink.batch_bytes
-        with ThreadPoolExecutor(sink.writers, "writer") as pool:
+        with Threads(sink.writers, "writer") as pool:
             writing: deque[tuple[Future[None], int]] = deque()
 
             def finish(left: int) -> None:
                 """Wait until at most `left` batches are being written."""
                 while len(writing) > left:
-                    written, size = writing.popleft()
-                    written.result()
-                    report(size)
+                    written, size = writing[0]
+                    if wait([written], SECONDS).done:
+                        writing.popleft()
+                        written.result()
+                        moved.has_written(size)
+                    else:
+                        moved.look()
 
             for tiles, size, overlap in self._batches(units):
                 finish(overlap)
-                arrays = self.source.read(tiles)
+                arrays = self.source.read(tiles, partial(moved.look, size))
+                moved.has_read(size)
                 finish(overlap - 1)
                 if resident() > most:
                     trim()
@@ -126,7 +128,8 @@ class TileJob:
         writers, limit, leaves = self.sink.writers, self.sink.batch_bytes, self.source.leaves
         before: deque[int] = deque([0] * writers, writers)
         bundles = [(bundle, nbytes(bundle, leaves)) for unit in units for bundle in self.sink.units[unit]]
-        for batch in batches(bundles, limit):
+        total = sum(size for _, size in bundles)
+        for batch in batches(bundles, step_bytes(total, limit)):
             tiles = [tile for bundle in batch for tile in bundle]
             size, overlap = nbytes(tiles, leaves), writers
             while overlap > 1 and size + sum(list(before)[-overlap:]) > (writers + 1) * limit:
@@ -142,6 +145,43 @@ class TileJob:
         last = self.sink.last
         early = share([unit for unit in units if unit != last], self._nbytes, process, count)
         return early, [unit for unit in units if unit == last and process == 0]
+
+
+class _Moved:
+    """Tells `progress` of each batch that is written, and of a long one also while it is read and written.
+
+    Until then, a byte counts half when it is read, and half when it is written.
+    """
+
+    def __init__(self, progress: Progress | None, total: int, written: Counters) -> None:
+        """Tell that nothing has moved yet. `written` are the counters of the sink."""
+        self._progress, self._total, self._counters = progress, total, written
+        self._before = written.nbytes
+        self._read = self._written = self._told = 0
+        self._tell(0)
+
+    def has_read(self, nbytes: int) -> None:
+        """Count a batch that is read."""
+        self._read += nbytes
+        self.look()
+
+    def has_written(self, nbytes: int) -> None:
+        """Count a batch that is written."""
+        self._written += nbytes
+        if self._written >= self._told:
+            self._tell(self._written)
+
+    def look(self, batch: int = 0, share: float = 0) -> None:
+        """Tell how much has moved if that is worth it, with this share of a batch that is being read."""
+        written = max(self._counters.nbytes - self._before, self._written)
+        done = (self._read + int(batch * share) + written) // 2
+        if self._told + _STEP_BYTES <= done < self._total:
+            self._tell(done)
+
+    def _tell(self, done: int) -> None:
+        self._told = done
+        if self._progress is not None:
+            self._progress(done, self._total)
 
 
 def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: int) -> list[_T]:

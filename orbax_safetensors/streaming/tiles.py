@@ -85,8 +85,11 @@ class TileSource(Protocol):
     def grain(self, name: str) -> tuple[int, ...]:
         """Return the shape of the boxes that are best read whole; they begin at multiples of it."""
 
-    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
-        """Return the elements of tiles, each as a new row-major array."""
+    def read(self, tiles: Sequence[Tile], report: Callable[[float], None] | None = None) -> list[np.ndarray]:
+        """Return the elements of tiles, each as a new row-major array.
+
+        Meanwhile, a source may call `report` with the share of the bytes that it has read.
+        """
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:
         """Return the cost in storage of a `read` of the same tiles; read nothing."""

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 
-from orbax_safetensors.errors import StorageError
 from orbax_safetensors.options import Progress
 
 # The least time between two calls, in seconds: a display shows no more, and the calls cost nothing.
 SECONDS = 0.1
-
-
-@contextlib.contextmanager
-def passing(progress: Progress | None) -> Iterator[Progress | None]:
-    """Yield `progress`. What it raises leaves this context as it is, even if an agreement of processes has wrapped it.
-
-    The other processes of the agreement raise a `StorageError`.
-    """
-    raised: list[BaseException] = []
-
-    def report(done: int, total: int) -> None:
-        try:
-            if progress is not None:
-                progress(done, total)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    try:
-        yield None if progress is None else report
-    except StorageError:
-        if raised:
-            raise raised[0] from raised[0].__cause__
-        raise
 
 
 class Meter:

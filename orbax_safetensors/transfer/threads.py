@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from functools import partial
 
+from orbax_safetensors.storage.threads import Threads
 from orbax_safetensors.transfer.progress import SECONDS
 
 
@@ -56,7 +57,7 @@ def working(
             fail(error)
 
     try:
-        with ThreadPoolExecutor(threads, "safetensors") as pool:
+        with Threads(threads, "safetensors") as pool:
             try:
                 workers = [pool.submit(work) for _ in range(threads)]
                 yield lambda seconds: not wait(workers, seconds).not_done

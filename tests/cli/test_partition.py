@@ -8,7 +8,7 @@ from hypothesis import given
 
 from orbax_safetensors.cli.arguments import UsageError
 from orbax_safetensors.cli.partition import assign, axes_text, parse_mesh, parse_rule, shards, spread
-from orbax_safetensors.devices.rules import RuleError
+from orbax_safetensors.errors import RuleError
 
 MESH = {"data": 2, "model": 4}
 

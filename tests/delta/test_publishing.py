@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 
 import ml_dtypes
@@ -18,6 +19,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.delta import applying, frames, publishing
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.transfer import progress, threads
 from tests.support.deltas import BF16, SHAPES, adam_steps, changed, copied, save_steps, tensor_files
 from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
 from tests.support.saves import temporary
@@ -264,3 +266,21 @@ def test_what_changed_is_counted_in_elements(tmp_path):
     done = ost.delta(tmp_path / "old", tmp_path / "new", tmp_path, version=1)
     assert (done.tensors, done.changed_tensors, done.elements, done.changed_elements) == (2, 2, 14, 5)
     assert (done.model_bytes, done.version, done.path) == (38, 1, str(tmp_path / DELTA))
+
+
+def test_the_bytes_that_are_read_are_told(steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    monkeypatch.setattr(threads, "SECONDS", 0)
+    told = []
+    options = ost.SafetensorsOptions(progress=lambda *now: told.append(now))
+    done = ost.delta(steps[0], steps[1], tmp_path / "published", version=1, options=options)
+    total = 4 * done.model_bytes  # both are compared with each other, and each with its checksums
+    assert told == sorted(set(told))
+    assert (told[0], told[-1]) == ((0, total), (total, total))
+    assert {total // 2, total * 3 // 4} <= {bytes for bytes, _ in told}
+
+    def stop(done, total):
+        raise InterruptedError("enough")
+
+    with nothing_left(tmp_path / "published"), pytest.raises(InterruptedError, match="enough"):
+        ost.delta(steps[1], steps[2], tmp_path / "published", version=2, options=replace(options, progress=stop))

@@ -136,6 +136,12 @@ def test_a_cast_of_quantised_tensors(tmp_path):
     [
         ("int8", "dtype: expected a floating-point dtype, as bfloat16, found 'int8'"),
         (object(), "dtype: expected a floating-point dtype"),
+        ("bf16", r"found 'bf16' \(did you mean 'bfloat16'\?\)$"),
+        ({"kernel": "fp32"}, r"found 'fp32' \(did you mean 'float32'\?\)$"),
+        ("torch.float16", r"did you mean 'float16'"),
+        ("F8_E4M3", r"did you mean 'float8_e4m3fn'"),
+        ("flaot32", r"did you mean 'float32'"),
+        ("int4", "found 'int4'$"),
         ({"nrom": "float32"}, "dtype: 'nrom' is found in none of the 26 names of floating-point arrays"),
         ({"ids": "float32"}, "dtype: 'ids' is found in none"),
         ({"(": "float32"}, r"dtype: '\(' is not a regular expression"),

@@ -111,8 +111,3 @@ def test_a_callback_that_fails_leaves_nothing_that_restores(tmp_path, last):
     ost.save(tmp_path / "new", TREE)
     for name, array in load_file(tmp_path / "new" / "model.safetensors").items():
         assert array.tobytes() == TREE[name].tobytes()
-
-
-def test_it_is_a_function():
-    with pytest.raises(ost.SafetensorsError, match="progress is True, must be a function"):
-        ost.SafetensorsOptions(progress=True)

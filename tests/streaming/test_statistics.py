@@ -1,5 +1,6 @@
 """`statistics` against NumPy on the whole array."""
 
+import contextlib
 import math
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from orbax_safetensors import TensorMismatchError
 from orbax_safetensors.streaming import statistics as module
 from orbax_safetensors.streaming.open_source import open_source
 from orbax_safetensors.streaming.statistics import statistics
+from orbax_safetensors.transfer import progress
 
 RNG = np.random.default_rng(1)
 ARRAYS = {
@@ -67,3 +69,14 @@ def test_names_and_kinds_that_have_none(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "1", {"c": np.zeros(3, np.complex64)})
     with pytest.raises(TensorMismatchError, match="expected real numbers, found complex64"):
         stats(tmp_path / "1", "c")
+
+
+def test_its_bytes_are_told(path, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    told, source = [], open_source(path, 2**13, decode=True)
+    with contextlib.closing(source):
+        statistics(source, "plain", 2**13, lambda *now: told.append(now))
+    size = ARRAYS["plain"].nbytes
+    assert told == sorted(set(told))
+    assert (told[0], told[-1]) == ((0, size), (size, size))
+    assert len(told) >= 3

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.streaming import tile_job
 from orbax_safetensors.streaming.cost import Traffic
-from orbax_safetensors.streaming.cutting import batch_bytes, bundle_bytes, bundles, check_fits
+from orbax_safetensors.streaming.cutting import batch_bytes, bundle_bytes, bundles, check_fits, step_bytes
 from orbax_safetensors.streaming.tile_job import TileJob, share
 from orbax_safetensors.streaming.tiles import Tile, nbytes
+from orbax_safetensors.transfer.engine import Counters
 from tests.support import hang
 
 I4 = np.dtype(np.int32)
@@ -37,6 +38,7 @@ class Memory:
         self.times = {name: np.zeros(array.shape, int) for name, array in arrays.items()}
         self.lock = threading.Lock()
         self.held = self.most = self.writes = 0
+        self.counters = Counters()
 
     def cut(self, cuts, batch_bytes, writers):
         """Return the job that moves these bundles, each a unit."""
@@ -71,7 +73,7 @@ class Memory:
     def grain(self, name):
         return self.grains.get(name, (1,) * len(self.leaves[name].shape))
 
-    def read(self, tiles):
+    def read(self, tiles, report=None):
         with self.lock:
             self.held += nbytes(tiles, self.leaves)
             self.most = max(self.most, self.held)
@@ -141,7 +143,7 @@ class Slow(Memory):
         super().__init__(arrays)
         self.reads, self.may_end, self.written = threading.Semaphore(0), threading.Semaphore(0), []
 
-    def read(self, tiles):
+    def read(self, tiles, report=None):
         self.written.append(self.writes)
         self.reads.release()
         return super().read(tiles)
@@ -168,6 +170,45 @@ def test_two_batches_are_written_while_one_is_read(sizes, overlap):
         moving.result()
     assert overlaps[overlap] == overlap
     assert all(number - ended <= overlaps[number] for number, ended in enumerate(memory.written))
+
+
+def test_a_long_batch_is_told_of_on_its_way():
+    """Half when it is read, and half when it is written; a short one only once it is written."""
+    told, size = [], 4 * 2**20
+    memory = Memory({name: np.zeros((nbytes // 4,), I4) for name, nbytes in {"long": size, "short": 4000}.items()})
+    seen, lock = threading.Event(), threading.Lock()
+
+    def read(tiles, report):
+        with lock:
+            report(0.1)
+            report(0.5)
+        return Memory.read(memory, tiles)
+
+    def write(tiles, arrays):
+        memory.counters.nbytes += size // 2
+        assert seen.wait(60)
+        Memory.write(memory, tiles, arrays)
+        memory.counters.nbytes += sum(array.nbytes for array in arrays) - size // 2
+
+    def progress(done, total):
+        told.append(done)
+        if done == size * 3 // 4:
+            seen.set()
+
+    memory.read, memory.write = read, write
+    cuts = [(Tile(name, Box.whole(leaf.shape)),) for name, leaf in memory.leaves.items()]
+    memory.cut(cuts[:1], size, 1).run(resume=False, progress=progress)
+    assert told == [0, size // 4, size // 2, size * 3 // 4, size]
+    told.clear()
+    memory.cut(cuts[1:], size, 1).run(resume=False, progress=progress)
+    assert told == [0, 4000]
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "step"), [(2**33, 2**28, 2**28), (2**30, 2**28, 2**26), (2**29, 2**28, 2**25), (2**29, 40, 40)]
+)
+def test_little_moves_in_several_steps_as_well(total, most, step):
+    assert step_bytes(total, most) == step
 
 
 def test_shares_are_even():

@@ -1,0 +1,113 @@
+"""What a directory is that holds no safetensors files, and where the files may be that its user means, for messages."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from itertools import islice
+
+from orbax_safetensors.format.foreign import of_names
+
+# Of the tree of an item of Orbax.
+_ORBAX_TREE = "_METADATA"
+_NUMBERED = re.compile(r"(?:.*[-_])?([0-9]{1,18})")  # a step: `12`, `checkpoint-500`
+# How far below a directory files are searched, in how many directories, of how many entries.
+_DEPTH, _DIRECTORIES, _ENTRIES = 3, 200, 1000
+_SHOWN = 3
+
+
+def instead(path: str) -> str:
+    """Return what a message adds on a directory of this machine without safetensors files; empty if nothing is known.
+
+    That is what the directory holds instead and what to do with it, or which one to pass.
+    """
+    names = _names(path)
+    if advice := _in_hub_cache(path, names):
+        return f"; {advice}"
+    places = _Places()
+    _search(path, names, _DEPTH, places)
+    if places.files:
+        one = "pass" if len(places.files) == 1 else "pass one of these:"
+        return f"; {one} {', '.join(places.files[:_SHOWN])}{', ...' if len(places.files) > _SHOWN else ''}"
+    if places.orbax:
+        where = "it" if places.orbax[0] == path else places.orbax[0]
+        return (
+            f"; {where} is a checkpoint of Orbax, which Orbax restores, and of which "
+            f"`orbax-safetensors convert {path} NEW --to safetensors` makes files"
+        )
+    kind = of_names(names)
+    return f"; it {kind}" if kind else ""
+
+
+def similar(path: str) -> str:
+    """Return what a message adds on a path that does not exist: the nearest name beside it, or that it is a pattern."""
+    if "*" in path or "?" in path:
+        return "; paths are no patterns: pass the directory"
+    if path.startswith("$"):
+        return "; variables are not expanded: pass os.path.expandvars(path)"
+    directory, name = os.path.split(path.rstrip("/"))
+    nearest = difflib.get_close_matches(name, _names(directory or "."), n=1)
+    return f" (nearest: {os.path.join(directory, nearest[0])})" if nearest else ""
+
+
+class _Places:
+    """Directories with safetensors files, and items of Orbax; of steps, the latest alone."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.orbax: list[str] = []
+        self.left = _DIRECTORIES
+
+
+def _search(path: str, names: list[str], depth: int, places: _Places) -> None:
+    """Add what is in a directory with these names, or below it."""
+    if any(name.endswith(".safetensors") for name in names):
+        places.files.append(path)
+        return
+    if _ORBAX_TREE in names:
+        places.orbax.append(path)
+        return
+    for name in sorted(names, key=_by_step) if depth else ():
+        below = os.path.join(path, name)
+        if name.startswith(".") or places.left == 0 or not os.path.isdir(below):
+            continue
+        places.left -= 1
+        found = len(places.files) + len(places.orbax)
+        _search(below, _names(below), depth - 1, places)
+        if len(places.files) + len(places.orbax) > found and _NUMBERED.fullmatch(name):
+            return
+
+
+def _by_step(name: str) -> tuple[int, str]:
+    number = _NUMBERED.fullmatch(name)
+    return (-int(number[1]) if number else 1), name
+
+
+def _in_hub_cache(path: str, names: list[str]) -> str | None:
+    """Return which directory to pass if this is one of the Hub's cache around its snapshots."""
+    if any(name.startswith("models--") for name in names):
+        return f"this is the Hub's cache: pass hf://owner/name, or {path}/models--owner--name/snapshots/HASH"
+    repository = path
+    if os.path.basename(path) in ("snapshots", "blobs", "refs"):
+        repository, names = os.path.dirname(path), _names(os.path.dirname(path))
+    if not {"snapshots", "blobs"} <= set(names):
+        return None
+    snapshots = os.path.join(repository, "snapshots")
+    commits = _names(snapshots)
+    try:
+        with open(os.path.join(repository, "refs", "main")) as file:
+            main = file.read(100).strip()
+    except (OSError, ValueError):
+        main = ""
+    commit = main if main in commits else commits[0] if commits else "HASH"
+    return f"this is the Hub's cache of a repository: pass {os.path.join(snapshots, commit)}"
+
+
+def _names(path: str) -> list[str]:
+    """Return some of the names in a directory, sorted; none if it cannot be listed."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in islice(entries, _ENTRIES))
+    except (OSError, ValueError):
+        return []
