@@ -168,7 +168,7 @@ def _described(
     dequantize: Dequantize,
 ) -> Checkpoint:
     checkpoint, encoded, spared = decoded
-    described_as = {tensor: family.renamed(tensor) for tensor in checkpoint.shapes}
+    described_as = family.renamed(checkpoint.shapes, config)
     stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
         twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
