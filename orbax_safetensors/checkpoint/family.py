@@ -20,7 +20,7 @@ from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import inference, registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant, envelope_of, switches_of
+from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Tree, Variant, envelope_of, switches_of
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
@@ -101,6 +101,18 @@ def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShape
         return inference.nearest_variant(family, config, leaves, passed, checkpoint.shapes)
     except MappingError:
         return None
+
+
+def nearest_to(
+    leaves: Sequence[Leaf], family: Family | None, config: Mapping[str, Any], stored: Shapes | None = None
+) -> Callable[[Variant], Variant | None]:
+    """Return what `with_variant` takes for leaves to store; `stored` are the shapes of the checkpoint to be like."""
+    shapes = {leaf.name: leaf.shape for leaf in leaves}
+
+    def nearest(passed: Variant) -> Variant | None:
+        return None if family is None else inference.nearest_variant(family, config, shapes, passed, stored)
+
+    return nearest
 
 
 def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize) -> tuple[Checkpoint, dict[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.family import TensorTypes, stored_leaves, with_variant
+from orbax_safetensors.checkpoint.family import TensorTypes, nearest_to, stored_leaves, with_variant
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.checkpoint.model_files import ModelFiles, model_files_of
 from orbax_safetensors.checkpoint.reference import Reference, read_reference
@@ -19,7 +19,6 @@ from orbax_safetensors.format.layout import Layout, TensorFacts, lay_out, lay_ou
 from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import NO_FAMILY, Variant
-from orbax_safetensors.mapping.inference import nearest_variant
 from orbax_safetensors.save.copied import copied_leaves, follows
 from orbax_safetensors.save.request import SaveRequest
 
@@ -118,11 +117,8 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
             return *stored_leaves(leaves, known, switches, config), switches
         return *reference.stored_leaves(leaves, switches), switches
 
-    def nearest(passed: Variant) -> Variant | None:
-        shapes = {leaf.name: leaf.shape for leaf in leaves}
-        stored = None if reference is None else reference.checkpoint.shapes
-        return None if known is None else nearest_variant(known, config, shapes, passed, stored)
-
+    stored = None if reference is None else reference.checkpoint.shapes
+    nearest = nearest_to(leaves, known, config, stored)
     viewed, tensors, switches = with_variant(attempt, request.variant, nearest)
     copied: list[Leaf] = []
     if reference is not None:
@@ -135,7 +131,6 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
         copied = copied_leaves(reference.source, rest, options)
         types = tensors | {leaf.name: (leaf.dtype, leaf.shape) for leaf in copied}
         tensors = {name: types[name] for name in reference.checkpoint.tensors if name in types}
-    stored = None if reference is None else reference.checkpoint.shapes
     use = NO_FAMILY if known is None else known.use(config, stored, switches)
     model_files = replace(model_files.storing(tensors), use=use)
     return Contents(item, viewed, tensors, metadata | dict(request.metadata or {}), model_files, reference, copied)
