@@ -19,7 +19,7 @@ from orbax_safetensors.format.names import by_path, by_same
 from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import inference, registry
-from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
+from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, doubles, present
 from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Tree, Variant, envelope_of, switches_of
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
@@ -250,6 +250,7 @@ def stored_leaves(
     tree = family.describe(config, variant, bind, leaves=len(leaves))
     paths = by_path({leaf.name: leaf for leaf in leaves}, tree)
     tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
+    left_out = doubles(tree, shapes)
     viewed, tensors = [], TensorTypes()
     for path, leaf in paths.items():
         view = replace(tree[path], dtype=leaf.value.dtype)
@@ -259,9 +260,9 @@ def stored_leaves(
             casts = any(isinstance(op, Cast) for op in piece.ops)
             dtype = stored_dtype(config, leaf.dtype) if casts and not leaf.dtype_is_chosen else leaf.dtype
             add_tensor(tensors, family.name, leaf.name, piece.tensor, dtype, shapes[piece.tensor])
-        viewed.append(replace(leaf, view=view))
+        viewed.append(replace(leaf, view=view, is_double=path in left_out))
     # A save has to fill every tensor.
-    check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
+    check_use(family.name, Tree(tree, shared=tree.shared), {name: shape for name, (_, shape) in tensors.items()})
     return viewed, dict(sorted(tensors.items(), key=lambda item: by_number(item[0])))
 
 

@@ -97,7 +97,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
     model_files = replace(model_files, use=use)
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)
-    files = Files(layout, locations(layout), {leaf.name: leaf.view for leaf in viewed})
+    files = Files(layout, locations(layout), {leaf.name: leaf.view for leaf in viewed if not leaf.is_double})
     groups = interleaved(files.views)
     for names in groups:
         for name in names:

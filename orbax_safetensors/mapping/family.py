@@ -92,12 +92,21 @@ class Tree(dict[str, View]):
     Attributes:
       unused: regular expressions for the whole names of stored tensors that the views may leave out, wholly or partly.
       optional: regular expressions for whole tree paths; these leaves are left out if none of their tensors is stored.
+      shared: names of stored tensors of which several leaves may be made; a save writes the first of these leaves.
     """
 
-    def __init__(self, leaves: Mapping[str, View], *, unused: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, View],
+        *,
+        unused: Sequence[str] = (),
+        optional: Sequence[str] = (),
+        shared: Iterable[str] = (),
+    ) -> None:
         super().__init__(leaves)
         self.unused: tuple[str, ...] = _patterns("unused", unused)
         self.optional: tuple[str, ...] = _patterns("optional", optional)
+        self.shared = frozenset(shared)
 
 
 def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class Contents:
     @property
     def written(self) -> list[Leaf]:
         """All leaves whose bytes a save writes."""
-        return [*self.leaves, *self.copied]
+        return [*(leaf for leaf in self.leaves if not leaf.is_double), *self.copied]
 
     def layout(
         self, max_file_bytes: int, alignment: int, writers: Mapping[str, frozenset[int]] | None = None, count: int = 1
@@ -120,6 +120,8 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     stored = None if reference is None else reference.checkpoint.shapes
     nearest = nearest_to(leaves, known, config, stored)
     viewed, tensors, switches = with_variant(attempt, request.variant, nearest)
+    if twice := [leaf.name for leaf in viewed if leaf.is_double]:
+        logger.warning("These leaves are not saved, as earlier leaves are made of the same tensors: %s", some(twice))
     copied: list[Leaf] = []
     if reference is not None:
         unused = [name for name in reference.checkpoint.tensors if name not in tensors]
