@@ -19,8 +19,8 @@ from orbax_safetensors.format.names import by_path, by_same
 from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import inference, registry
-from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant, envelope_of, switches_of
+from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, doubles, present
+from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Tree, Variant, envelope_of, switches_of
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
@@ -103,6 +103,18 @@ def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShape
         return None
 
 
+def nearest_to(
+    leaves: Sequence[Leaf], family: Family | None, config: Mapping[str, Any], stored: Shapes | None = None
+) -> Callable[[Variant], Variant | None]:
+    """Return what `with_variant` takes for leaves to store; `stored` are the shapes of the checkpoint to be like."""
+    shapes = {leaf.name: leaf.shape for leaf in leaves}
+
+    def nearest(passed: Variant) -> Variant | None:
+        return None if family is None else inference.nearest_variant(family, config, shapes, passed, stored)
+
+    return nearest
+
+
 def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize) -> tuple[Checkpoint, dict[str, str]]:
     """Return `checkpoint` as the registered family sees it whose tree has exactly these leaves, and their paths in it.
 
@@ -168,7 +180,7 @@ def _described(
     dequantize: Dequantize,
 ) -> Checkpoint:
     checkpoint, encoded, spared = decoded
-    described_as = {tensor: family.renamed(tensor) for tensor in checkpoint.shapes}
+    described_as = family.renamed(checkpoint.shapes, config)
     stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
         twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
@@ -244,6 +256,7 @@ def stored_leaves(
     tree = family.describe(config, variant, bind, leaves=len(leaves))
     paths = by_path({leaf.name: leaf for leaf in leaves}, tree)
     tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
+    left_out = doubles(tree, shapes)
     viewed, tensors = [], TensorTypes()
     for path, leaf in paths.items():
         view = replace(tree[path], dtype=leaf.value.dtype)
@@ -253,9 +266,9 @@ def stored_leaves(
             casts = any(isinstance(op, Cast) for op in piece.ops)
             dtype = stored_dtype(config, leaf.dtype) if casts and not leaf.dtype_is_chosen else leaf.dtype
             add_tensor(tensors, family.name, leaf.name, piece.tensor, dtype, shapes[piece.tensor])
-        viewed.append(replace(leaf, view=view))
+        viewed.append(replace(leaf, view=view, is_double=path in left_out))
     # A save has to fill every tensor.
-    check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
+    check_use(family.name, Tree(tree, shared=tree.shared), {name: shape for name, (_, shape) in tensors.items()})
     return viewed, dict(sorted(tensors.items(), key=lambda item: by_number(item[0])))
 
 

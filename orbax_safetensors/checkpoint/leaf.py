@@ -26,6 +26,7 @@ class Leaf:
       dtype: to store; other than the value's where a cast was asked for.
       view: the tensors that the leaf is made of: one of its own name, or those of a family.
       dtype_is_chosen: whether the caller names `dtype`.
+      is_double: whether another leaf is made of the same tensors, and a save writes that one.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Leaf:
     dtype: np.dtype
     view: View
     dtype_is_chosen: bool = False
+    is_double: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

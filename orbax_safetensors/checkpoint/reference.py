@@ -30,7 +30,7 @@ from orbax_safetensors.format.layout import FILE_NAME, file_names
 from orbax_safetensors.format.names import by_path, by_same, some
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.coverage import check_use, leaf_problems
+from orbax_safetensors.mapping.coverage import check_use, doubles, leaf_problems
 from orbax_safetensors.mapping.family import Family, Shapes, Tree
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize, SafetensorsOptions
@@ -74,6 +74,7 @@ class Reference:
         spelled = by_same if self.family is None else by_path
         paths = spelled({leaf.name: leaf for leaf in leaves}, mapped)
         self._check_leaves(mapped, {path: leaf.shape for path, leaf in paths.items()})
+        left_out = doubles(mapped, stored.shapes)
         viewed, tensors = [], TensorTypes()
         try:
             for path, leaf in paths.items():
@@ -84,7 +85,8 @@ class Reference:
                     add_tensor(tensors, name, leaf.name, tensor, dtype, stored.shapes[tensor])
                 # A leaf of tensors of several dtypes is computed, so that no index for Orbax needs its dtype.
                 dtype = next(iter(dtypes.values()), leaf.dtype)
-                viewed.append(replace(leaf, view=replace(mapped[path], dtype=leaf.value.dtype), dtype=dtype))
+                view = replace(mapped[path], dtype=leaf.value.dtype)
+                viewed.append(replace(leaf, view=view, dtype=dtype, is_double=path in left_out))
             # A family may leave out parts of tensors that it does not need, and a save has to fill every tensor.
             if self.family is not None:
                 check_use(name, mapped, {tensor: shape for tensor, (_, shape) in tensors.items()})
@@ -114,7 +116,8 @@ class Reference:
             mapped = mapped_by(self.checkpoint, self.family, self.config, variant, complete=True, dequantize=dequantize)
         except MappingError as error:
             raise MappingError(f"like {self.checkpoint.path}: {error}") from error
-        return Tree(mapped.leaves)
+        leaves = mapped.leaves
+        return Tree(leaves, shared=leaves.shared if isinstance(leaves, Tree) else ())
 
     def _check_leaves(self, mapped: Tree, leaves: Shapes) -> None:
         """Raise `MappingError` if the leaves to save are not exactly those of the checkpoint."""

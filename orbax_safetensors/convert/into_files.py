@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from orbax_safetensors.checkpoint.config import read_config
-from orbax_safetensors.checkpoint.family import mapped, stored_leaves
+from orbax_safetensors.checkpoint.family import TensorTypes, mapped, nearest_to, stored_leaves, with_variant
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.model_files import ModelFiles, files_beside, model_files_of
 from orbax_safetensors.checkpoint.read import read_checkpoint
@@ -22,7 +22,7 @@ from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.families import DEQUANTIZED
-from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Envelope, FamilyUse, envelope_of
+from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Envelope, FamilyUse, Variant, envelope_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -56,11 +56,9 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
     config, custom_metadata = model_files.config or {}, checkpoint.custom_metadata
     family = registry.find(request.family, config)
     envelope = envelope_of(family, request.variant)
-    variant = {**envelope.variant(custom_metadata), **(request.variant or {})}
-    use = NO_FAMILY
+    recorded: Variant = {}
     if family is not None:
-        variant = {**family.recorded(custom_metadata.get(RECORD_KEY)), **variant}
-        use = family.use(config, None, variant)
+        recorded = {**family.recorded(custom_metadata.get(RECORD_KEY)), **envelope.variant(custom_metadata)}
     stored = _arrays(checkpoint, envelope)
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, for their shape and dtype.
@@ -73,7 +71,14 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
         )
         for name, leaf in source.leaves.items()
     ]
-    viewed, tensors = stored_leaves(leaves, family, variant, config)
+
+    def attempt(switches: Variant) -> tuple[list[Leaf], TensorTypes, Variant]:
+        variant = {**recorded, **switches}
+        return *stored_leaves(leaves, family, variant, config), variant
+
+    nearest = nearest_to(leaves, family, config)
+    viewed, tensors, variant = with_variant(attempt, request.variant, nearest)
+    use = NO_FAMILY if family is None else family.use(config, None, variant)
     max_file_bytes = MAX_FILE_BYTES
     if not store_of(request.destination, request.options.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.
@@ -92,7 +97,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
     model_files = replace(model_files, use=use)
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)
-    files = Files(layout, locations(layout), {leaf.name: leaf.view for leaf in viewed})
+    files = Files(layout, locations(layout), {leaf.name: leaf.view for leaf in viewed if not leaf.is_double})
     groups = interleaved(files.views)
     for names in groups:
         for name in names:

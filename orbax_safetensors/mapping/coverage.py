@@ -37,7 +37,7 @@ def _without_optional(tree: Tree, there: Set[str]) -> Tree:
 
 def _only(tree: Tree, paths: Set[str]) -> Tree:
     leaves = {path: view for path, view in tree.items() if path in paths}
-    return Tree(leaves, unused=tree.unused, optional=tree.optional)
+    return Tree(leaves, unused=tree.unused, optional=tree.optional, shared=tree.shared)
 
 
 def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored: Shapes) -> None:
@@ -89,16 +89,35 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
     return kept
 
 
+def doubles(tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> set[str]:
+    """Return the paths of leaves that are made of `shared` tensors which the leaves before them have whole."""
+    paths = set()
+    used: dict[str, int] = {}
+    for path, view in tree.items() if tree.shared else ():
+        names = {whole(tensor) for tensor in view.tensors}
+        if names and all(name in tree.shared and used.get(name, 0) >= prod(shapes[name]) for name in names):
+            paths.add(path)
+            continue
+        for piece in view.pieces:
+            if piece.tensor is not None:
+                name = whole(piece.tensor)
+                used[name] = used.get(name, 0) + prod(map(extent, piece.dims))
+    return paths
+
+
 def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> None:
     """Check that the tree uses every element of the tensors of `shapes` once, except for its `unused` tensors.
+
+    Leaves that are `doubles` of others do not count.
 
     `whole` returns the name of the tensor that a view's tensor is a part of. Raises `MappingError` with the tensors
     that are not used, or not once.
     """
     pieces: dict[str, dict[str, list[Piece]]] = {}  # by tensor, then by the part of the tensor that is stored
     paths: dict[str, str] = {}
+    left_out = doubles(tree, shapes, whole)
     for path, view in tree.items():
-        for piece in view.pieces:
+        for piece in view.pieces if path not in left_out else ():
             if piece.tensor is not None:
                 name = whole(piece.tensor)
                 pieces.setdefault(name, {}).setdefault(piece.tensor, []).append(piece)

@@ -28,6 +28,8 @@ NO_CONFIG = "put the model's config.json beside the files; a save takes it from 
 
 # Makes the result of `tensor` while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
+# Pairs of a regular expression and its replacement.
+Renames = Sequence[tuple[str, str]]
 # The shapes of stored tensors by name.
 Shapes = Mapping[str, tuple[int, ...]]
 # The shapes of a tree's leaves by name, None if only the name is known.
@@ -93,12 +95,21 @@ class Tree(dict[str, View]):
     Attributes:
       unused: regular expressions for the whole names of stored tensors that the views may leave out, wholly or partly.
       optional: regular expressions for whole tree paths; these leaves are left out if none of their tensors is stored.
+      shared: names of stored tensors of which several leaves may be made; a save writes the first of these leaves.
     """
 
-    def __init__(self, leaves: Mapping[str, View], *, unused: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, View],
+        *,
+        unused: Sequence[str] = (),
+        optional: Sequence[str] = (),
+        shared: Iterable[str] = (),
+    ) -> None:
         super().__init__(leaves)
         self.unused: tuple[str, ...] = _patterns("unused", unused)
         self.optional: tuple[str, ...] = _patterns("optional", optional)
+        self.shared = frozenset(shared)
 
 
 def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -213,7 +224,7 @@ class Family:
         dots. `config` is the content of `config.json`; the keywords are the family's switches. The function is plain
         Python and runs for restores and for saves alike.
       renames: pairs `(regular expression, replacement)`, as for `re.sub`, that change other spellings of stored names
-        to the names that `tree` uses and saves write.
+        to the names that `tree` uses and saves write; or a function from the config to such pairs.
       variants: `variants(leaves)` yields the possible variants of a tree with leaves of these names and shapes, the
         likeliest first. A leading `params` level of the names is optional.
       variant: default values of switches.
@@ -229,7 +240,7 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     tree: Callable[..., Mapping[str, View]]
-    renames: tuple[tuple[str, str], ...] = ()
+    renames: Renames | Callable[[Mapping[str, Any]], Renames] = ()
     variants: Callable[[LeafShapes], Iterable[Variant]] = _only_the_default
     variant: Variant = field(default_factory=dict, hash=False)
     envelope: Envelope = field(default=Envelope(), hash=False)
@@ -240,13 +251,19 @@ class Family:
     def __post_init__(self) -> None:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
             raise MappingError(f"{self.name}: expected a tuple of architectures, found {self.architectures!r}")
-        _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
+        if not callable(self.renames):
+            _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
 
-    def renamed(self, name: str) -> str:
-        """Return the name that the family has for a stored tensor."""
-        for pattern, replacement in self.renames:
-            name = re.sub(pattern, replacement, name)
-        return name
+    def renamed(self, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+        """Return the names that the family has for stored tensors, by the names of the tensors."""
+        try:
+            renames = self.renames(config) if callable(self.renames) else self.renames
+            renamed = {name: name for name in names}
+            for pattern, replacement in renames:
+                renamed = {name: re.sub(pattern, replacement, now) for name, now in renamed.items()}
+        except Exception as error:
+            raise MappingError(f"{self.name}: its `renames` fail: {error!r}") from error
+        return renamed
 
     def describe(
         self,

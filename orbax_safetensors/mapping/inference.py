@@ -46,7 +46,7 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     others: list[Fit] = []
     errors: list[MappingError] = []
     for family in families:
-        shapes = _renamed(family, stored)
+        shapes = _renamed(family, config, stored)
         for variant in _variants(family, leaves):
             try:
                 candidate = _against(family, config, variant, leaves, shapes)
@@ -79,7 +79,7 @@ def nearest_variant(
     `stored` is as for `fit`, or None without a checkpoint. Returns None if no variant has a tree for this config.
     """
     family = replace(family, variant={**family.variant, **passed})
-    shapes = None if stored is None else _renamed(family, stored)
+    shapes = None if stored is None else _renamed(family, config, stored)
     candidates: list[Fit] = []
     for variant in _variants(family, leaves):
         with suppress(MappingError):
@@ -99,8 +99,8 @@ def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
     return [variant for at, variant in enumerate(every) if variant not in every[:at]]
 
 
-def _renamed(family: Family, stored: Shapes) -> Shapes:
-    return {family.renamed(name): shape for name, shape in stored.items()}
+def _renamed(family: Family, config: Mapping[str, Any], stored: Shapes) -> Shapes:
+    return {name: stored[tensor] for tensor, name in family.renamed(stored, config).items()}
 
 
 def _against(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from operator import methodcaller
 from typing import Any
 
@@ -42,29 +43,33 @@ def from_table(
     - `(permute, reshape, reshape_first)`;
     - a function from a `View` to a `View`.
 
+    A list of `(path, transform)` makes several leaves of each tensor, such as an embedding and a tied head, or its
+    slices. A save writes the first of the leaves that are made of the whole tensor.
+
     Args:
       stack: a table from paths to paths. The leaves whose paths become one path are stacked in front, by the number in
         which their paths differ, otherwise in the order of the table's rows; its transforms apply to the stack. Rows
-        apply in turn, so that a stack can be of stacks.
+        apply in turn, so that a stack can be of stacks. A row `(path, transform, "optional")` may be for no path.
       unused: regular expressions for whole names of stored tensors that the model does not read, whether or not a row
         is for them.
 
-    Rows that are for no stored tensor are left out. The tree raises `MappingError` for a tensor that several rows are
-    for, several tensors with one path, stacks with a gap, and rows of `stack` that are for no path; a stored tensor
-    without a row is an error as with all families. A save needs a checkpoint for the names and shapes of its tensors.
+    Rows that are for no stored tensor are left out, and their transforms may be anything. The tree raises
+    `MappingError` for a transform of another form, a tensor that several rows are for, several tensors with one path,
+    stacks with a gap, and rows of `stack` that are for no path; a stored tensor without a row is an error as with all
+    families. A save needs a checkpoint for the names and shapes of its tensors.
 
     Raises:
-      MappingError: a row does not have one of these forms.
+      MappingError: a row does not have a path.
     """
     rows = _rows("table", table)
     stacks = _rows("stack", stack or {})
     patterns = Tree({}, unused=unused).unused
 
     def tree(config: Mapping[str, Any]) -> Tree:
-        leaves = _from_rows(rows, [re.compile(pattern) for pattern in patterns])
+        leaves, shared = _from_rows(rows, [re.compile(pattern) for pattern in patterns])
         for row in stacks:
             leaves = _stacked(row, leaves)
-        return Tree({path: leaf.view for path, leaf in leaves.items()}, unused=patterns)
+        return Tree({path: leaf.view for path, leaf in leaves.items()}, unused=patterns, shared=shared)
 
     return Family("table", (), tree)
 
@@ -75,13 +80,14 @@ class _Row:
 
     Attributes:
       number: the position of the row in the table.
-      steps: what happens to the tensor, in order.
+      transform: what happens to the tensor, as the table has it.
     """
 
     number: int
     pattern: re.Pattern[str]
     template: str
-    steps: tuple[Step, ...]
+    transform: Any
+    is_optional: bool
 
     def path(self, name: str) -> str:
         """Return the path of a name that the row is for."""
@@ -92,7 +98,7 @@ class _Row:
 
     def apply(self, view: View) -> View:
         """Return the view after all steps."""
-        for step in self.steps:
+        for step in _steps(repr(self.pattern.pattern), self.transform):
             try:
                 view = step(view)
             except MappingError as error:
@@ -107,20 +113,26 @@ class _Row:
 def _rows(what: str, table: Mapping[Any, Any]) -> list[_Row]:
     if not isinstance(table, Mapping):
         raise MappingError(f"{what}: expected a dict of paths by regular expression, found {table!r:.80}")
-    return [_row(what, number, pattern, value) for number, (pattern, value) in enumerate(table.items())]
+    rows: list[_Row] = []
+    for pattern, value in table.items():
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise MappingError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
+        several = what == "table" and isinstance(value, list) and all(isinstance(one, tuple) for one in value)
+        rows += [_row(what, len(rows) + at, compiled, one) for at, one in enumerate(value if several else [value])]
+    return rows
 
 
-def _row(what: str, number: int, pattern: Any, value: Any) -> _Row:
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise MappingError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
+def _row(what: str, number: int, pattern: re.Pattern[str], value: Any) -> _Row:
     match (value,) if isinstance(value, str) else value:
         case [str(template)]:
-            return _Row(number, compiled, template, ())
+            return _Row(number, pattern, template, None, False)
         case [str(template), transform]:
-            return _Row(number, compiled, template, _steps(f"{what}: {compiled.pattern!r}", transform))
-    raise MappingError(f"{what}: {compiled.pattern!r}: expected a path, or a path and a transform, found {value!r:.80}")
+            return _Row(number, pattern, template, transform, False)
+        case [str(template), transform, "optional"] if what == "stack":
+            return _Row(number, pattern, template, transform, True)
+    raise MappingError(f"{what}: {pattern.pattern!r}: expected a path, or a path and a transform, found {value!r:.80}")
 
 
 def _steps(where: str, transform: Any) -> tuple[Step, ...]:
@@ -160,24 +172,26 @@ class _Leaf:
     source: str
 
 
-def _from_rows(rows: Sequence[_Row], unused: Sequence[re.Pattern[str]]) -> dict[str, _Leaf]:
-    """Return the leaves that the rows make of the stored tensors, by path."""
+def _from_rows(rows: Sequence[_Row], unused: Sequence[re.Pattern[str]]) -> tuple[dict[str, _Leaf], set[str]]:
+    """Return the leaves that the rows make of the stored tensors, by path, and the tensors that make several."""
     leaves: dict[str, _Leaf] = {}
+    shared: set[str] = set()
     for name, shape in stored_shapes().items():
         matches = [row for row in rows if row.pattern.match(name)]
         if not matches or any(pattern.fullmatch(name) for pattern in unused):
             continue
+        if len(patterns := list(dict.fromkeys(row.pattern.pattern for row in matches))) > 1:
+            raise MappingError(f"several rows of the table are for {name!r}: {some(patterns, repr)}")
         if len(matches) > 1:
-            patterns = some(matches, lambda row: repr(row.pattern.pattern))
-            raise MappingError(f"several rows of the table are for {name!r}: {patterns}")
-        (row,) = matches
-        path = row.path(name)
-        if path in leaves:
-            raise MappingError(
-                f"{path!r} has two tensors, {leaves[path].source!r} and {name!r}; `stack` makes one leaf"
-            )
-        leaves[path] = _Leaf(row.apply(tensor(name, shape)), row.number, name)
-    return leaves
+            shared.add(name)
+        for row in matches:
+            path = row.path(name)
+            if path in leaves:
+                raise MappingError(
+                    f"{path!r} has two tensors, {leaves[path].source!r} and {name!r}; `stack` makes one leaf"
+                )
+            leaves[path] = _Leaf(row.apply(tensor(name, shape)), row.number, name)
+    return leaves, shared
 
 
 def _stacked(row: _Row, leaves: Mapping[str, _Leaf]) -> dict[str, _Leaf]:
@@ -186,7 +200,7 @@ def _stacked(row: _Row, leaves: Mapping[str, _Leaf]) -> dict[str, _Leaf]:
     for path in leaves:
         if row.pattern.match(path):
             members.setdefault(row.path(path), []).append(path)
-    if not members:
+    if not members and not row.is_optional:
         raise MappingError(f"stack: {row.pattern.pattern!r} is for none of the paths {some(list(leaves), repr)}")
     stacks = {path: _stack(path, paths, leaves) for path, paths in members.items()}
     joined = {path for paths in members.values() for path in paths}
@@ -204,11 +218,11 @@ def _stack(path: str, members: Sequence[str], leaves: Mapping[str, _Leaf]) -> _L
     column = columns.pop() if len(columns) == 1 and all(len(split) == len(first) for split in parts.values()) else 0
     numbers = {int(split[column]): member for member, split in parts.items()} if column % 2 else {}
     if len(numbers) == len(members):
-        if missing := set(range(min(numbers), max(numbers))) - numbers.keys():
-            raise MappingError(
-                f"stack: {path!r} lacks number {min(missing)} between {members[0]!r} and {members[-1]!r}"
-            )
-        order = [numbers[number] for number in sorted(numbers)]
+        ordered = sorted(numbers)
+        for low, high in pairwise(ordered):
+            if high > low + 1:
+                raise MappingError(f"stack: {path!r} lacks number {low + 1} between {members[0]!r} and {members[-1]!r}")
+        order = [numbers[number] for number in ordered]
     else:
         rows = {leaves[member].row: member for member in members}
         if len(rows) < len(members):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from orbax_safetensors.checkpoint.family import TensorTypes, stored_leaves, with_variant
+from orbax_safetensors.checkpoint.family import TensorTypes, nearest_to, stored_leaves, with_variant
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.checkpoint.model_files import ModelFiles, model_files_of
 from orbax_safetensors.checkpoint.reference import Reference, read_reference
@@ -15,7 +15,6 @@ from orbax_safetensors.format.layout import Layout, TensorFacts, lay_out, lay_ou
 from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import NO_FAMILY, Variant
-from orbax_safetensors.mapping.inference import nearest_variant
 from orbax_safetensors.save.copied import copied_leaves, follows
 from orbax_safetensors.save.request import SaveRequest
 
@@ -48,7 +47,7 @@ class Contents:
     @property
     def written(self) -> list[Leaf]:
         """All leaves whose bytes a save writes."""
-        return [*self.leaves, *self.copied]
+        return [*(leaf for leaf in self.leaves if not leaf.is_double), *self.copied]
 
     def layout(
         self, max_file_bytes: int, alignment: int, writers: Mapping[str, frozenset[int]] | None = None, count: int = 1
@@ -110,12 +109,11 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
             return *stored_leaves(leaves, known, switches, config), switches
         return *reference.stored_leaves(leaves, switches), switches
 
-    def nearest(passed: Variant) -> Variant | None:
-        shapes = {leaf.name: leaf.shape for leaf in leaves}
-        stored = None if reference is None else reference.checkpoint.shapes
-        return None if known is None else nearest_variant(known, config, shapes, passed, stored)
-
+    stored = None if reference is None else reference.checkpoint.shapes
+    nearest = nearest_to(leaves, known, config, stored)
     viewed, tensors, switches = with_variant(attempt, request.variant, nearest)
+    if twice := [leaf.name for leaf in viewed if leaf.is_double]:
+        logger.warning("These leaves are not saved, as earlier leaves are made of the same tensors: %s", some(twice))
     copied: list[Leaf] = []
     if reference is not None:
         unused = [name for name in reference.checkpoint.tensors if name not in tensors]
@@ -127,7 +125,6 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
         copied = copied_leaves(reference.source, rest, options)
         types = tensors | {leaf.name: (leaf.dtype, leaf.shape) for leaf in copied}
         tensors = {name: types[name] for name in reference.checkpoint.tensors if name in types}
-    stored = None if reference is None else reference.checkpoint.shapes
     use = NO_FAMILY if known is None else known.use(config, stored, switches)
     model_files = replace(model_files.storing(tensors), use=use)
     return Contents(viewed, tensors, metadata | dict(request.metadata or {}), model_files, reference, copied)

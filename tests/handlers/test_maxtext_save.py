@@ -17,7 +17,7 @@ from tests.multiprocess.workers_families import (
     stored_directory,
     target,
 )
-from tests.support.family_samples import TREES
+from tests.support.family_samples import TREES, Sample
 from tests.support.maxtext_trees import (
     COVER,
     DIMENSIONS,
@@ -77,7 +77,7 @@ def test_there_and_back_within_a_rounding(tmp_path, sample, mode):
     with checkpointer(mode) as ckptr:
         save(ckptr, tmp_path / "saved", sample, ckptr.restore(stored_directory(sample)))
         again = ckptr.restore(tmp_path / "saved")
-    found, expected = stored(tmp_path / "saved"), stored(stored_directory(sample))
+    found, expected = stored(tmp_path / "saved"), Sample(sample).stored
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if not name.endswith(ROUNDED[sample]):

@@ -217,17 +217,49 @@ def test_results_name_the_switches(link, converted):
 
 
 @pytest.mark.parametrize("sample", ["llama2", "llama3.1"])
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_a_model_comes_back_without_any_switch(sample, scan_layers, tmp_path):
-    """By its config, also from a tree of MaxText's own, which has no record."""
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"scan_layers": True},
+        {"scan_layers": False},
+        {"scan_layers": True, "vocab_size": 256},
+        {"scan_layers": True, "param_scan_axis": 0},
+    ],
+    ids=str,
+)
+def test_a_model_comes_back_without_any_switch(sample, switches, tmp_path):
+    """By its config and its tree, also from a tree of MaxText's own, which has no record."""
     source = stored_directory(sample)
-    ost.convert(source, tmp_path / "orbax", to="orbax", family="maxtext", variant={"scan_layers": scan_layers})
-    step = tmp_path / "orbax" / "0" / "_CHECKPOINT_METADATA"
-    record = json.loads(step.read_text())
-    record["custom_metadata"] = {"scan_layers": scan_layers}
-    step.write_text(json.dumps(record))
+    ost.convert(source, tmp_path / "orbax", to="orbax", family="maxtext", variant=switches)
+    as_maxtext_records(tmp_path / "orbax", {"scan_layers": switches["scan_layers"]})
+    back = ost.convert(tmp_path / "orbax", tmp_path / "back", to="safetensors", family="maxtext", config=source)
+    close(tensors(tmp_path / "back"), tensors(source))
+    assert switches.items() <= back.variant.items()
+
+
+def test_a_tree_tells_its_switches_if_its_metadata_are_of_another(tmp_path):
+    source = stored_directory("qwen3")
+    ost.convert(source, tmp_path / "orbax", to="orbax", family="maxtext", variant={"scan_layers": False})
+    as_maxtext_records(tmp_path / "orbax", {"scan_layers": True})
     ost.convert(tmp_path / "orbax", tmp_path / "back", to="safetensors", family="maxtext", config=source)
     close(tensors(tmp_path / "back"), tensors(source))
+    message = "this tree is that of variant=.*'scan_layers': False"
+    with pytest.raises(ost.MappingError, match=message):
+        ost.convert(
+            tmp_path / "orbax",
+            tmp_path / "again",
+            to="safetensors",
+            family="maxtext",
+            config=source,
+            variant={"scan_layers": True},
+        )
+
+
+def as_maxtext_records(checkpoint, custom_metadata):
+    step = checkpoint / "0" / "_CHECKPOINT_METADATA"
+    record = json.loads(step.read_text())
+    record["custom_metadata"] = custom_metadata
+    step.write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize(

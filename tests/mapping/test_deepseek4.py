@@ -69,8 +69,8 @@ def published(name):
 
 
 def test_published_names(sample, tmp_path):
-    stored = {published(name): array for name, array in sample.stored.items()}
-    assert not stored.keys() & (sample.stored.keys() - {"head.weight"})
+    stored = {published(name): array for name, array in sample.files.items()}
+    assert not stored.keys() & (sample.files.keys() - {"head.weight"})
     stored["mtp.0.attn.wq_a.weight"] = np.zeros((2, 2), "f4")
     write(tmp_path / "model.safetensors", stored)
     (tmp_path / "config.json").write_text((sample.directory / "hf" / "config.json").read_text())

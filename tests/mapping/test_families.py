@@ -262,29 +262,24 @@ def test_experts_in_some_layers_only_are_refused(name, key):
 
 
 class TestGemma3:
-    def test_published_names_are_renamed(self):
+    def test_names_become_the_published_ones(self):
         sample = Sample("gemma3")
-        published = {name.replace("model.language_model.", "language_model.model."): name for name in sample.stored}
-        published["language_model.lm_head.weight"] = "lm_head.weight"
-
-        def renamed(name):
-            for pattern, replacement in sample.family.renames:
-                name = re.sub(pattern, replacement, name)
-            return name
-
-        for name, ours in published.items():
-            assert renamed(name) == renamed(ours) == ours
+        files = [*sample.files, "lm_head.weight"]
+        ours = [name.replace("model.language_model.", "language_model.model.") for name in sample.files]
+        ours.append("language_model.lm_head.weight")
+        assert list(sample.family.renamed(files, sample.config).values()) == ours
+        assert list(sample.family.renamed(ours, sample.config).values()) == ours
 
     def test_images_are_left_out(self):
         tree = Sample("gemma3").describe()
         for prefix in ("", "model."):
             assert unused(tree, f"{prefix}vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight")
             assert unused(tree, f"{prefix}multi_modal_projector.mm_soft_emb_norm.weight")
-        assert not unused(tree, "model.language_model.layers.8.mlp.up_proj.weight")
+        assert not unused(tree, "language_model.model.layers.8.mlp.up_proj.weight")
 
     def test_a_language_model_alone(self):
         sample = Sample("gemma3")
-        stored = {name.replace("model.language_model.", "model."): array for name, array in sample.stored.items()}
+        stored = {name.replace("model.language_model.", "model."): array for name, array in sample.files.items()}
         tree = sample.family.describe(sample.config["text_config"], {}, binder(stored))
         same({path: evaluate(view, stored) for path, view in tree.items()}, sample.made_by_maxtext(True))
 
@@ -317,8 +312,8 @@ class TestGemma3:
             return View.tensor(name, shape, np.dtype("f4"))
 
         FAMILY["maxtext.gemma3"].describe(config, {}, bind)
-        layer = "model.language_model.layers.33."
-        assert shapes["model.language_model.embed_tokens.weight"] == (262208, 2560)
+        layer = "language_model.model.layers.33."
+        assert shapes["language_model.model.embed_tokens.weight"] == (262208, 2560)
         assert shapes[layer + "self_attn.q_proj.weight"] == (2048, 2560)
         assert shapes[layer + "self_attn.k_proj.weight"] == (1024, 2560)
         assert shapes[layer + "mlp.down_proj.weight"] == (2560, 10240)

@@ -281,10 +281,7 @@ def test_tables_that_do_not_fit(tmp_path, table, stack, message):
         ({3: "b"}, "table: 3 is not a regular expression"),
         ({"a": None}, "'a': expected a path, or a path and a transform, found None"),
         ({"a": ("b", None, None)}, "expected a path, or a path and a transform"),
-        ({"a": ("b", (1, 0))}, "expected axes or sizes, found 1"),
-        ({"a": ("b", (2, 0, 1))}, r"expected None, .* or a function as transform, found \(2, 0, 1\)"),
-        ({"a": ("b", "T")}, "or a function as transform, found 'T'"),
-        ({"a": ("b", ((1.0, 0), None))}, r"expected axes or sizes, found \(1\.0, 0\)"),
+        ({"a": [("b", None), "c"]}, "'a': expected a path, or a path and a transform, found"),
     ],
 )
 def test_rows_of_other_forms(table, message):
@@ -292,6 +289,75 @@ def test_rows_of_other_forms(table, message):
         from_table(table)
     with pytest.raises(MappingError, match=message.replace("table", "stack")):
         from_table({}, stack=table)
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        ((1, 0), "expected axes or sizes, found 1"),
+        ((2, 0, 1), r"expected None, .* or a function as transform, found \(2, 0, 1\)"),
+        ("T", r"expected None, .* or a function as transform, found 'T'"),
+        (((1.0, 0), None), r"expected axes or sizes, found \(1\.0, 0\)"),
+        ((None, (None, (2, None, 3))), r"expected axes or sizes, found \(None, \(2, None, 3\)\)"),
+    ],
+)
+def test_transforms_of_other_forms_are_errors_of_the_tensors_they_are_for(transform, message):
+    """A table has rows for other models of its kind, with sizes that this model's config lacks."""
+
+    def tree(table, stack):
+        return from_table(table, stack=stack).describe({}, {}, binder({"a": np.ones((2, 3))}), {"a": (2, 3)})
+
+    assert list(tree({"a": "b", "z": ("c", transform)}, {"z": ("d", transform, "optional")})) == ["b"]
+    with pytest.raises(MappingError, match=f"'a': {message}"):
+        tree({"a": ("b", transform)}, {})
+    with pytest.raises(MappingError, match=f"'b': {message}"):
+        tree({"a": "b"}, {"b": ("c", transform)})
+
+
+def test_one_table_serves_models_with_experts_and_without(model):
+    directory, _ = model
+    dense = {r"(.*)\.mlp\.dense\.\d+": (r"\1.mlp.dense", None, "optional")}
+    expected = restored(directory, from_table(TUNIX, stack=STACK))
+    leaves = restored(directory, from_table(TUNIX, stack=dense | STACK))
+    assert_same(leaves, {path: np.asarray(leaf) for path, leaf in expected.items()})
+
+
+TIED = TUNIX | {
+    r"model\.embed_tokens\.weight": [("embedder.input_embedding", None), ("lm_head.w", ((1, 0), None))],
+    # All of its leaves together are the tensor.
+    r"model\.patches\.weight": [
+        ("patches.first", lambda view: view.slice(slice(4))),
+        ("patches.others", lambda view: view.slice(slice(4, None))),
+    ],
+}
+
+
+def test_several_leaves_of_one_tensor(model, tmp_path, caplog):
+    directory, stored = model
+    embedding, patches = stored["model.embed_tokens.weight"], stored["model.patches.weight"]
+    expected = {path: leaf for path, leaf in by_the_table(stored, TUNIX).items() if not path.startswith("patches")}
+    expected |= {"lm_head.w": embedding.T, "patches.first": patches[:4], "patches.others": patches[4:]}
+    family = from_table(TIED)
+    leaves = restored(directory, family)
+    assert_same(leaves, expected)
+
+    tree = ocp.tree.from_flat_dict(leaves, sep=".")
+    ost.save(tmp_path / "saved", tree, family=family, like=directory)
+    assert_same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+    assert "not saved, as earlier leaves are made of the same tensors: lm_head.w" in caplog.text
+    ost.convert(directory, tmp_path / "orbax", to="orbax", family=family)
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert_same(nested_leaves(checkpointer.restore(tmp_path / "orbax" / "0" / "items")), expected)
+    link = ost.link(directory, tmp_path / "link", family=family)
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert_same(nested_leaves(checkpointer.restore(link.path)), expected)
+
+
+def test_a_part_of_a_tensor_that_is_used_twice_is_an_error(model):
+    directory, _ = model
+    rows = [(str(at), lambda view, at=at: view.slice(slice(at, at + 10))) for at in (0, 5)]
+    with pytest.raises(MappingError, match="each element of a tensor has to be used once"):
+        ost.load(directory, family=from_table(TUNIX | {r"model\.embed_tokens\.weight": rows}))
 
 
 def test_unused_is_a_list_of_patterns():

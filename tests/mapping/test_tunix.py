@@ -44,7 +44,7 @@ def in_numpy(stored, config, is_gemma):
     top = TOP | ({"norm.weight": "final_norm.scale"} if is_gemma else {})
     leaves = {}
     for name, array in stored.items():
-        name = re.sub(r"^model\.(language_model\.)?", "", name)
+        name = re.sub(r"^(language_model\.)?model\.", "", name)
         value = array.T if array.ndim == 2 and "embed" not in name else array
         if re.match(r".*self_attn\.[qkv]_proj\.weight", name):
             value = value.reshape(config["hidden_size"], -1, size)
@@ -86,6 +86,6 @@ def test_keys_and_values_with_as_many_heads_as_queries():
     tree = FAMILY["tunix.gemma3"].describe({"text_config": config}, {}, lambda n, s: View.tensor(n, s, np.dtype("f4")))
     assert tree["layers.0.attn.qkv_einsum.w"].shape == (3, 4, 32, 12)
     assert tree["layers.0.attn.qkv_einsum.w"].tensors == tuple(
-        f"model.language_model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"
+        f"language_model.model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"
     )
     assert not {"layers.0.attn.q_einsum.w", "layers.0.attn.kv_einsum.w"} & tree.keys()

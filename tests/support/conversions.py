@@ -20,7 +20,7 @@ COMPUTED = ("gemma2", "gemma3", "gemma4", "llama3.1")
 # What MaxText has no place for.
 UNUSED = {
     "deepseek3_mtp": r"model\.layers\.4\.(embed_tokens|shared_head\.\w+)\.weight",
-    "deepseek4": r".*\.(tid2eid|e_score_correction_bias)",
+    "deepseek4": r".*\.gate\.(tid2eid|bias)",
     "gemma4_small": r"model\.(embed_vision|vision_tower)\..*",
 }
 ORBAX = {"deepseek3_scanned": "deepseek3", "qwen3_unscanned": "qwen3"}

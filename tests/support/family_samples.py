@@ -53,16 +53,21 @@ def made_with(name, mode):
 
 
 class Sample:
-    """A small model as `transformers` saved it, and as MaxText's converter did."""
+    """A small model as `transformers` saved it, and as MaxText's converter did.
+
+    `files` are the stored tensors by their names there, `stored` by the names of the family.
+    """
 
     def __init__(self, name):
         self.model = SAMPLES[name]
         self.family = FAMILY[f"maxtext.{self.model}"]
         self.directory = DATA / name
         self.config = json.loads((self.directory / "hf" / "config.json").read_text())
-        self.stored = {}
+        self.files = {}
         for file in sorted((self.directory / "hf").glob("*.safetensors")):
-            self.stored |= load_file(file)
+            self.files |= load_file(file)
+        names = self.family.renamed(self.files, self.config)
+        self.stored = {names[name]: array for name, array in self.files.items()}
         self.name = name
         self.scanned = (name, "scanned") in TREES
         whole = self.config.get("thinker_config", self.config)

@@ -282,7 +282,8 @@ def converted(
 
     The config has everything that its class in `transformers` has.
     """
-    prefix = "model.language_model." if "text_config" in config else "model."
+    part = "language_model.model." if model == "gemma3" else "model.language_model."
+    prefix = part if "text_config" in config else "model."
     c = config.get("text_config", config)
     sizes = _sizes(c)
     out: Arrays = {}

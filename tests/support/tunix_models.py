@@ -33,9 +33,10 @@ class TunixModel(NamedTuple):
 
 def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
     """Return the model of Tunix that is for a config of `transformers`, as far as parameters go."""
-    params = import_tunix(f"tunix.models.{kind}.{'params_safetensors' if kind == 'gemma3' else 'params'}")
+    is_gemma = kind.startswith("gemma")
+    params = import_tunix(f"tunix.models.{kind}.{'params_safetensors' if is_gemma else 'params'}")
     heads = config["num_attention_heads"]
-    vocabulary = "num_embed" if kind == "gemma3" else "vocab_size"
+    vocabulary = "num_embed" if is_gemma else "vocab_size"
     sizes: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         vocabulary: config["vocab_size"],
@@ -45,11 +46,17 @@ def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
         "head_dim": config.get("head_dim", config["hidden_size"] // heads),
         "num_kv_heads": config["num_key_value_heads"],
     }
-    if kind == "gemma3":
+    if is_gemma:
         sizes["sliding_window_size"] = config["sliding_window"]
     else:
         sizes |= {"rope_theta": 10_000, "norm_eps": 1e-6}
         sizes["weight_tying" if kind == "llama3" else "use_tied_embedding"] = config["tie_word_embeddings"]
+    if kind == "gemma4":
+        sizes |= {
+            "global_key_size": config["global_head_dim"],
+            "num_global_kv_heads": config["num_global_key_value_heads"],
+            "k_eq_v_global": config["attention_k_eq_v"],
+        }
     if "num_experts" in config:
         sizes |= {key: config[key] for key in ("num_experts", "num_experts_per_tok")}
     cfg = params.model_lib.ModelConfig(**sizes)

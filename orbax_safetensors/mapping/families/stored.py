@@ -5,22 +5,21 @@ Linear layers are stored as [outputs, inputs].
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from orbax_safetensors.mapping import View, tensor
+from orbax_safetensors.mapping.family import Renames
 
 Config = Mapping[str, Any]
 Leaves = dict[str, View]  # by dotted path
 
 # Gemma 3's tensors for images.
 GEMMA3_VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
-# How some files spell the names of a language model that is a part of another: Gemma 3's and Kimi's.
-LANGUAGE_MODEL_SPELLINGS = (
-    (r"^language_model\.model\.", "model.language_model."),
-    (r"^language_model\.lm_head\.", "lm_head."),
-)
+# The prefix of the names of a language model that is a part of Gemma 3, Llama 4 or Kimi K2.5.
+LANGUAGE_MODEL = "language_model.model."
 
 # Published configs leave out what equals the defaults of `Gemma3TextConfig`.
 GEMMA3_TEXT = {
@@ -45,8 +44,8 @@ def completed(config: Config, **defaults: Any) -> Config:
     return out
 
 
-def text_config(config: Config, *, tied: bool = False) -> tuple[Config, str]:
-    """Return the config of the language model, and the prefix of its stored names.
+def text_config(config: Config, part: str = "model.language_model.", *, tied: bool = False) -> tuple[Config, str]:
+    """Return the config of the language model, and the prefix of its stored names: `part` if another model holds it.
 
     The config of a model that also reads images holds the language model's, and says itself whether embeddings are
     tied; if it does not, they are if `tied`.
@@ -54,7 +53,27 @@ def text_config(config: Config, *, tied: bool = False) -> tuple[Config, str]:
     if "text_config" not in config:
         return config, "model."
     text = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", tied)}
-    return text, "model.language_model."
+    return text, part
+
+
+def language_model_spellings(config: Config) -> Renames:
+    """Return the renames of a language model that is a part of another and spelled as `transformers` has it inside.
+
+    `transformers` 5.24 saves the layers of Kimi K2.5 as `blocks`.
+    """
+    if "text_config" not in config:
+        return ()
+    return (
+        (r"^model\.language_model\.", LANGUAGE_MODEL),
+        (r"^lm_head\.", f"{head_beside(LANGUAGE_MODEL)}."),
+        (rf"^{re.escape(LANGUAGE_MODEL)}blocks\.", f"{LANGUAGE_MODEL}layers."),
+    )
+
+
+def head_beside(prefix: str) -> str:
+    """Return the stored name of the head of a language model whose other names begin with `prefix`."""
+    above = re.fullmatch(r"(.+\.)model\.", prefix)
+    return f"{above[1] if above else ''}lm_head"
 
 
 def norm(name: str, size: int) -> View:

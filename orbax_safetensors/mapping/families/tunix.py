@@ -6,17 +6,20 @@ make. Linear layers are stored as [outputs, inputs] and kept as [inputs, outputs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
 from orbax_safetensors.mapping.families.stored import (
     GEMMA3_TEXT,
     GEMMA3_VISION,
-    LANGUAGE_MODEL_SPELLINGS,
+    LANGUAGE_MODEL,
     Config,
     Leaves,
     completed,
+    head_beside,
     kernel,
+    language_model_spellings,
     norm,
     text_config,
 )
@@ -110,7 +113,7 @@ def _model(
     c: Config, layer: Callable[[str, Config], Leaves], scale: str, prefix: str = "model.", unused: Sequence[str] = ()
 ) -> Tree:
     """Return the whole tree; `scale` is the last key of the last norm."""
-    width, vocabulary = c["hidden_size"], c["vocab_size"]
+    width, vocabulary, head = c["hidden_size"], c["vocab_size"], head_beside(prefix)
     leaves = {
         "embedder.input_embedding": tensor(f"{prefix}embed_tokens.weight", (vocabulary, width)),
         f"final_norm.{scale}": norm(f"{prefix}norm", width),
@@ -119,9 +122,9 @@ def _model(
         leaves |= {f"layers.{i}.{path}": view for path, view in layer(f"{prefix}layers.{i}.", c).items()}
     unused = [r".+\.rotary_emb\.inv_freq", *unused]
     if c["tie_word_embeddings"]:
-        unused.append(r"lm_head\.weight")
+        unused.append(rf"{re.escape(head)}\.weight")
     else:
-        leaves["lm_head.w"] = kernel("lm_head", (width, vocabulary))
+        leaves["lm_head.w"] = kernel(head, (width, vocabulary))
     return Tree(leaves, unused=unused)
 
 
@@ -138,7 +141,7 @@ def _llama3(config: Config) -> Tree:
 
 
 def _gemma3(config: Config) -> Tree:
-    text, prefix = text_config(config, tied=True)
+    text, prefix = text_config(config, LANGUAGE_MODEL, tied=True)
     return _model(completed(text, **GEMMA3_TEXT), _gemma3_layer, "scale", prefix, [GEMMA3_VISION])
 
 
@@ -150,6 +153,6 @@ FAMILIES = (
         "tunix.gemma3",
         ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
         _gemma3,
-        renames=LANGUAGE_MODEL_SPELLINGS,
+        renames=language_model_spellings,
     ),
 )

@@ -17,11 +17,14 @@ import numpy as np
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
-from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, completed, kernel, norm
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, completed, head_beside, kernel, norm
 from orbax_safetensors.mapping.family import Envelope, LeafShapes, Variant
 
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size
+
+# What most models call the parts of a gated MLP.
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 # MaxText's checkpoints are training states. MaxText's trainers put the parameters below `params.params`, its NNX
@@ -137,18 +140,17 @@ def attention_biases(h: str, c: Config) -> Leaves:
     }
 
 
-def mlp(block: str, width: int, inner: int, *, linear: str = "") -> Leaves:
+def mlp(block: str, width: int, inner: int, parts: Sequence[str] = _GATE_UP_DOWN, *, linear: str = "") -> Leaves:
     """Return the gated MLP that is stored as `block`; stored names end with `linear`."""
+    gate, up, down = parts
     return {
-        "wi_0.kernel": kernel(f"{block}.gate_proj{linear}", (width, inner)),
-        "wi_1.kernel": kernel(f"{block}.up_proj{linear}", (width, inner)),
-        "wo.kernel": kernel(f"{block}.down_proj{linear}", (inner, width)),
+        "wi_0.kernel": kernel(f"{block}.{gate}{linear}", (width, inner)),
+        "wi_1.kernel": kernel(f"{block}.{up}{linear}", (width, inner)),
+        "wo.kernel": kernel(f"{block}.{down}{linear}", (inner, width)),
     }
 
 
-def experts(
-    block: str, count: int, width: int, inner: int, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
-) -> Leaves:
+def experts(block: str, count: int, width: int, inner: int, parts: Sequence[str] = _GATE_UP_DOWN) -> Leaves:
     """Return the router and the gated MLPs of `block`, which are stored one by one and stacked in front."""
 
     def stacked_experts(part: str, inputs: int, outputs: int) -> View:
@@ -219,7 +221,7 @@ def model(
     vocab_size: int | None,
     *,
     prefix: str = "model.",
-    head: str = "lm_head",
+    head: str | None = None,
     factor: float = 1,
     norm: Norm = norm,
     beside: Leaves | None = None,
@@ -229,12 +231,13 @@ def model(
 ) -> Tree:
     """Return the whole tree, with the layers in `decoder` and the leaves `beside` the decoder.
 
-    `prefix` begins the stored names of embedding and last norm, `head` is the stored name of the logits' layer, and
-    `factor` scales the embedding. Raises `MappingError` if `vocab_size` would cut off a part of the vocabulary, unless
-    `cut` says that the model does not use the last entries.
+    `prefix` begins the stored names of embedding and last norm, `head` is the stored name of the logits' layer if that
+    is not `head_beside` them, and `factor` scales the embedding. Raises `MappingError` if `vocab_size` would cut off a
+    part of the vocabulary, unless `cut` says that the model does not use the last entries.
     """
     width, stored = c["hidden_size"], c["vocab_size"]
     size = stored if vocab_size is None else vocab_size
+    head = head_beside(prefix) if head is None else head
     if size < stored and not cut:
         raise MappingError(
             f"vocab_size {size} would cut off the vocabulary, which config.json says has {stored} entries"

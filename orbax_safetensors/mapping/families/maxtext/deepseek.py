@@ -26,12 +26,13 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     variants_with,
 )
 from orbax_safetensors.mapping.families.stored import (
-    LANGUAGE_MODEL_SPELLINGS,
+    LANGUAGE_MODEL,
     Config,
     Leaves,
     biased_norm,
     completed,
     kernel,
+    language_model_spellings,
     norm,
     text_config,
 )
@@ -131,7 +132,7 @@ def _tree(
     sparse: Layer,
     mtp: bool | None,
 ) -> Tree:
-    text, prefix = text_config(config)
+    text, prefix = text_config(config, LANGUAGE_MODEL)
     c = completed(text)
     refuse(c, "attention_bias", "mlp_bias")
     require(c, moe_layer_freq=1)
@@ -209,7 +210,7 @@ DEEPSEEK3 = family(
     "maxtext.deepseek3",
     ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
     deepseek3,
-    renames=LANGUAGE_MODEL_SPELLINGS,
+    renames=language_model_spellings,
     variants=_variants,
 )
 DEEPSEEK3_2 = family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2, variants=_variants)

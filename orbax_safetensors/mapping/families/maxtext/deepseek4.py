@@ -15,7 +15,6 @@ from orbax_safetensors.mapping import Tree, full, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
     experts,
     family,
-    layer_norms,
     mlp,
     model,
     numbered,
@@ -33,33 +32,36 @@ _STREAMS = 4  # of hidden states, which hyper-connections mix
 # How many keys are compressed to one, by kind of attention; 0 if none are.
 _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
-# Published files and `transformers` spell names differently from MaxText.
+# The tree uses the names that `transformers` saves. Published files lack `model.`, and MaxText's converter wants the
+# names that `transformers` has inside.
 _OTHER_SPELLINGS = (
     (r"^embed\.", "model.embed_tokens."),
     (r"^(norm\.|layers\.)", r"model.\1"),
     (r"^hc_head_", "model.hc_head.hc_"),
     (r"^lm_head\.", "head."),
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.hc_(attn|ffn)_", r".\1_hc."),
-    (r"\.ffn\.", ".mlp."),
-    (r"\.attn\.", ".self_attn."),
-    (r"\.attn_sink$", ".sinks"),
-    (r"\.indexer\.compressor\.", ".compressor.indexer."),
-    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
-    (r"\.self_attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.wq_b."),
-    (r"\.(self_attn|compressor|indexer)\.norm\.", r".\1.kv_norm."),
-    (r"\.q_norm\.", ".q_a_norm."),
-    (r"\.ape$", ".position_bias"),
-    (r"\.wq_([ab])\.", r".q_\1_proj."),
-    (r"\.wo_([ab])\.", r".o_\1_proj."),
-    (r"\.wkv\.", ".kv_proj."),
-    (r"\.wgate\.", ".gate_proj."),
-    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
-    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
-    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
-    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.sinks$", ".attn_sink"),
+    (r"\.compressor\.indexer\.(scorer\.|q_b_proj\.)", r".indexer.\1"),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"\.scorer\.", "."),
+    (r"\.indexer\.q_b_proj\.", ".indexer.wq_b."),
+    (r"\.kv_norm\.", ".norm."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.position_bias$", ".ape"),
+    (r"\.(q|o)_([ab])_proj\.", r".w\1_\2."),
+    (r"\.kv_proj\.", ".wkv."),
+    (r"\.compressor\.gate_proj\.", ".compressor.wgate."),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    (r"\.shared_experts\.gate_proj\.", ".shared_experts.w1."),
+    (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
+    (r"\.shared_experts\.up_proj\.", ".shared_experts.w3."),
 )
+# The stored names of gate, up and down.
+_PARTS = ("w1", "w3", "w2")
 
 
 def _ratios(c: Config) -> list[int]:
@@ -77,40 +79,40 @@ def _compressed(name: str, width: int, size: int, ratio: int) -> Leaves:
     """Return what compresses `ratio` keys of a `size` to one. If it is 4, neighbouring keys overlap."""
     columns = 2 * size if ratio == 4 else size
     return {
-        "kv_proj.kernel": kernel(f"{name}.kv_proj", (width, columns)),
-        "gate_proj.kernel": kernel(f"{name}.gate_proj", (width, columns)),
-        "position_bias": tensor(f"{name}.position_bias", (ratio, columns)),
-        "kv_norm.scale": norm(f"{name}.kv_norm", size),
+        "kv_proj.kernel": kernel(f"{name}.wkv", (width, columns)),
+        "gate_proj.kernel": kernel(f"{name}.wgate", (width, columns)),
+        "position_bias": tensor(f"{name}.ape", (ratio, columns)),
+        "kv_norm.scale": norm(f"{name}.norm", size),
     }
 
 
 def _compressor(a: str, c: Config, ratio: int) -> Leaves:
-    width, name = c["hidden_size"], a + "compressor"
-    parts = _compressed(name, width, c["head_dim"], ratio)
+    width, indexer = c["hidden_size"], a + "indexer"
+    parts = _compressed(a + "compressor", width, c["head_dim"], ratio)
     if ratio != 4:
         return under("hca_compressor", parts)
     heads, size = c["index_n_heads"], c["index_head_dim"]
-    indexer = {
-        **_compressed(f"{name}.indexer", width, size, ratio),
-        "q_proj.kernel": kernel(f"{name}.indexer.q_b_proj", (c["q_lora_rank"], heads * size)),
-        "weights_proj.kernel": kernel(f"{name}.indexer.scorer.weights_proj", (width, heads)),
+    chosen = {
+        **_compressed(f"{indexer}.compressor", width, size, ratio),
+        "q_proj.kernel": kernel(f"{indexer}.wq_b", (c["q_lora_rank"], heads * size)),
+        "weights_proj.kernel": kernel(f"{indexer}.weights_proj", (width, heads)),
     }
-    return under("csa_compressor", {**parts, **under("indexer", indexer)})
+    return under("csa_compressor", {**parts, **under("indexer", chosen)})
 
 
 def _attention(a: str, c: Config, ratio: int) -> Leaves:
     width, heads, size, rank = c["hidden_size"], c["num_attention_heads"], c["head_dim"], c["q_lora_rank"]
     groups, out_rank = c["o_groups"], c["o_lora_rank"]
-    out = tensor(a + "o_a_proj.weight", (groups * out_rank, heads * size // groups))
+    out = tensor(a + "wo_a.weight", (groups * out_rank, heads * size // groups))
     return {
-        "wq_a.kernel": kernel(a + "q_a_proj", (width, rank)),
-        "q_norm.scale": norm(a + "q_a_norm", rank),
-        "wq_b.kernel": kernel(a + "q_b_proj", (rank, heads, size)),
-        "wkv.kernel": kernel(a + "kv_proj", (width, 1, size)),
-        "kv_norm.scale": norm(a + "kv_norm", size),
-        "sinks": tensor(a + "sinks", (heads,)),
+        "wq_a.kernel": kernel(a + "wq_a", (width, rank)),
+        "q_norm.scale": norm(a + "q_norm", rank),
+        "wq_b.kernel": kernel(a + "wq_b", (rank, heads, size)),
+        "wkv.kernel": kernel(a + "wkv", (width, 1, size)),
+        "kv_norm.scale": norm(a + "norm", size),
+        "sinks": tensor(a + "attn_sink", (heads,)),
         "o_a_proj.kernel": out.reshape((groups, out_rank, heads * size // groups)).transpose((0, 2, 1)),
-        "o_b_proj.kernel": kernel(a + "o_b_proj", (groups * out_rank, width)),
+        "o_b_proj.kernel": kernel(a + "wo_b", (groups * out_rank, width)),
         **(_compressor(a, c, ratio) if ratio else {}),
     }
 
@@ -121,9 +123,9 @@ def _hyper_connection(name: str, width: int) -> Leaves:
     The norm before them has no stored scale; MaxText's is always float32.
     """
     total = 2 * _STREAMS + _STREAMS**2
-    alphas = tensor(f"{name}.fn", (total, _STREAMS * width))
-    betas = tensor(f"{name}.base", (total,))
-    scales = tensor(f"{name}.scale", (3,))
+    alphas = tensor(f"{name}_fn", (total, _STREAMS * width))
+    betas = tensor(f"{name}_base", (total,))
+    scales = tensor(f"{name}_scale", (3,))
     leaves = {"mhc_norm.scale": full((_STREAMS * width,), 1, np.dtype("f4"))}
     starts = (0, _STREAMS, 2 * _STREAMS, total)
     for at, part in enumerate(("pre", "post", "res")):
@@ -137,14 +139,15 @@ def _hyper_connection(name: str, width: int) -> Leaves:
 
 def _layer(h: str, c: Config, ratio: int) -> Leaves:
     width, inner = c["hidden_size"], c["moe_intermediate_size"]
-    routed = experts(h + "mlp", c["n_routed_experts"], width, inner, parts=("w1", "w3", "w2"))
+    routed = experts(h + "ffn", c["n_routed_experts"], width, inner, _PARTS)
     return {
-        **layer_norms(h, c),
-        **under("self_attention", _attention(h + "self_attn.", c, ratio)),
-        **under("mhc_attention", _hyper_connection(h + "attn_hc", width)),
-        **under("mhc_mlp", _hyper_connection(h + "ffn_hc", width)),
+        "pre_self_attention_layer_norm.scale": norm(h + "attn_norm", width),
+        "post_self_attention_layer_norm.scale": norm(h + "ffn_norm", width),
+        **under("self_attention", _attention(h + "attn.", c, ratio)),
+        **under("mhc_attention", _hyper_connection(h + "hc_attn", width)),
+        **under("mhc_mlp", _hyper_connection(h + "hc_ffn", width)),
         **under("mlp.MoeBlock_0", routed),
-        **under("mlp.shared_experts", mlp(h + "mlp.shared_experts", width, c["n_shared_experts"] * inner)),
+        **under("mlp.shared_experts", mlp(h + "ffn.shared_experts", width, c["n_shared_experts"] * inner, _PARTS)),
     }
 
 
@@ -180,7 +183,7 @@ def deepseek4(
         {**decoder, **under("hc_head", mixing)},
         vocab_size,
         head="head",
-        unused=[r"model\.layers\.\d+\.mlp\.gate\.(tid2eid|e_score_correction_bias)", r"(model\.)?mtp\..+"],
+        unused=[r"model\.layers\.\d+\.ffn\.gate\.(tid2eid|bias)", r"(model\.)?mtp\..+"],
     )
 
 

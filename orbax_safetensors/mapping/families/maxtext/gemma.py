@@ -29,10 +29,11 @@ from orbax_safetensors.mapping.families.maxtext.common import (
 from orbax_safetensors.mapping.families.stored import (
     GEMMA3_TEXT,
     GEMMA3_VISION,
-    LANGUAGE_MODEL_SPELLINGS,
+    LANGUAGE_MODEL,
     Config,
     Leaves,
     completed,
+    language_model_spellings,
     norm,
     text_config,
 )
@@ -83,7 +84,7 @@ def gemma3(
     The tokens for images are the last of the vocabulary: MaxText's `vocab_size` of 262144 cuts them off, and the tree
     can no longer be saved.
     """
-    text, prefix = text_config(config, tied=True)
+    text, prefix = text_config(config, LANGUAGE_MODEL, tied=True)
     c = completed(text, **GEMMA3_TEXT)
     refuse(c, "attention_bias")
     layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
@@ -97,5 +98,5 @@ GEMMA3 = family(
     "maxtext.gemma3",
     ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     gemma3,
-    renames=LANGUAGE_MODEL_SPELLINGS,
+    renames=language_model_spellings,
 )

@@ -23,7 +23,15 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     under,
     variants_with,
 )
-from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm, completed, kernel
+from orbax_safetensors.mapping.families.stored import (
+    LANGUAGE_MODEL,
+    Config,
+    Leaves,
+    biased,
+    biased_norm,
+    completed,
+    kernel,
+)
 
 _CYCLE = 4
 # The defaults of `Llama4TextConfig` and `Llama4VisionConfig` that go with any sizes.
@@ -105,7 +113,7 @@ def llama4(
         require(c, moe_layers=list(range(step - 1, count, step)))
     if scan_layers:
         require_cycles(c, _CYCLE)
-    prefix = "language_model.model."
+    prefix = LANGUAGE_MODEL
     layers = [_layer(f"{prefix}layers.{i}.", c, sparse=(i + 1) % step == 0) for i in range(count)]
     eyes = config.get("vision_config")
     return model(
@@ -113,7 +121,6 @@ def llama4(
         in_cycles(_CYCLE, layers, scan_layers, param_scan_axis),
         vocab_size,
         prefix=prefix,
-        head="language_model.lm_head",
         **multimodal(
             _vision(eyes, c["hidden_size"]) if eyes else {},
             r"(vision_model|multi_modal_projector)\..+",

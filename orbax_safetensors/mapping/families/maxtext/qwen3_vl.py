@@ -166,7 +166,6 @@ def qwen3_omni(
         numbered("layers", layers),
         vocab_size,
         prefix="thinker.model.",
-        head="thinker.lm_head",
         beside={**seen["beside"], **heard["beside"]},
         unused=[*seen["unused"], *heard["unused"], r"(talker|code2wav)\..+"],
         optional=[*seen["optional"], *heard["optional"]],
