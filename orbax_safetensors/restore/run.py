@@ -11,6 +11,7 @@ import jax
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant, with_variant
+from orbax_safetensors.checkpoint.one_state import of_one_state, unless_changed
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.agreement import same
@@ -39,7 +40,9 @@ def restore(request: RestoreRequest) -> Any:
     options = request.options
     keys = keys_of(request) if jax.process_count() > 1 else ALONE
     if keys.restore is None:
-        checkpoint, matched, comparison, batches = _prepared(request, keys)
+        checkpoint, matched, comparison, batches = of_one_state(
+            request.path, "opened", partial(_prepared, request, keys)
+        )
     else:
         facts: str | Callable[[_Prepared], str] = ""
         check: Callable[[Mapping[int, str]], None] = same
@@ -50,7 +53,7 @@ def restore(request: RestoreRequest) -> Any:
         )
     targets = matched.targets
     values: dict[int, Any] = {}
-    with filling(checkpoint, targets, comparison, options) as under_way:
+    with unless_changed(checkpoint), filling(checkpoint, targets, comparison, options) as under_way:
         # Exchanges come first: a process that fails in its direct reads then leaves no other process waiting.
         if keys.restore is not None and batches:
             values |= cooperative.exchanged(under_way, batches, keys.restore)
@@ -81,7 +84,7 @@ def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
     stored = read_checkpoint(request.path, options.storage_options, partial=request.partial, shared_by=keys.headers)
     if keys.restore is not None:
         stored = at_one_commit(stored, request, keys.restore)
-    with no_collection():
+    with unless_changed(stored), no_collection():
         checkpoint, matched = seen(request, stored)
         matched = placed(matched, checkpoint.path)
         shared = keys.restore is not None and exchanges(options)
