@@ -40,17 +40,16 @@ def restore(request: RestoreRequest) -> Any:
     options = request.options
     keys = keys_of(request) if jax.process_count() > 1 else ALONE
     if keys.restore is None:
-        checkpoint, matched, comparison, batches = of_one_state(
-            request.path, "opened", partial(_prepared, request, keys)
-        )
+        prepared = of_one_state(request.path, "opened", partial(_prepared, request, keys))
     else:
         facts: str | Callable[[_Prepared], str] = ""
         check: Callable[[Mapping[int, str]], None] = same
         if exchanges(options):
             facts, check = _exchange_facts, cooperative.check
-        checkpoint, matched, comparison, batches = all_or_none(
+        prepared = all_or_none(
             keys.restore, partial(_prepared, request, keys), facts, check=check, timeout_secs=options.join_timeout_secs
         )
+    checkpoint, matched, comparison, batches = prepared
     targets = matched.targets
     values: dict[int, Any] = {}
     with unless_changed(checkpoint), filling(checkpoint, targets, comparison, options) as under_way:

@@ -13,7 +13,7 @@ _CALLS = ("open", "listdir", "scandir", "stat", "lstat")
 
 @contextlib.contextmanager
 def replaced(path, new, number):
-    """`new` takes the place of `path` before the `number`-th call that looks at `path`; yields a list of these calls."""
+    """`new` takes the place of `path` before the `number`-th call that looks at it; yields a list of these calls."""
     path, new = os.fspath(path), os.fspath(new)
     calls, lock = [], threading.RLock()
 
