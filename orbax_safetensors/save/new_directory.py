@@ -72,9 +72,8 @@ class NewDirectory(Workspace):
                 replace(self.path, self.destination)
             self._sync_name()
 
-    def release(self) -> None:
-        """See `Workspace`. Deletes what is not the checkpoint, if this process has the place."""
-        if self._lock is not None:
-            remove(self._temporary)
-            remove(self._beside)
-            super().release()
+    def _tidy(self) -> None:
+        """See `Workspace`: what is not the checkpoint."""
+        remove(self._temporary)
+        remove(self._beside)
+        remove_aside(self.destination)
