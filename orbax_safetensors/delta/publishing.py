@@ -20,6 +20,7 @@ from functools import partial
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import read_checksums, recorded_content
+from orbax_safetensors.checkpoint.one_state import unless_changed
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.delta.frames import PIECE_BYTES, Range, encode, open_files, range_of, zstandard
 from orbax_safetensors.delta.hidden_directory import HiddenDirectory
@@ -268,7 +269,8 @@ class DeltaJob:
             (self.new, read_checksums(self.new), saved),
         ):
             if recorded is not None:
-                check(checkpoint, recorded, self.request.options, fault)
+                with unless_changed(checkpoint):
+                    check(checkpoint, recorded, self.request.options, fault)
         return recorded_content(self.new)
 
     def _upload(self, directory: str, path: str) -> None:
