@@ -81,7 +81,7 @@ def apply_delta(
 
 
 def _copy(base: str, directory: str) -> None:
-    """Copy what is in a directory, except hidden files, without modes, which may forbid to change or delete the copy."""
+    """Copy what is not hidden in a directory, without modes, which may forbid to change the copy, or to delete it."""
     with storage_errors(f"{base}: cannot be copied", OSError), os.scandir(base) as entries:
         for entry in entries:
             if entry.name.startswith(".") or entry.name == CHECKSUMS_NAME:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 
 
 def to_the_end(clean: Callable[[], object]) -> None:
@@ -14,10 +16,17 @@ def to_the_end(clean: Callable[[], object]) -> None:
         raise
 
 
-def raise_interrupt(error: BaseException, handled: BaseException | None) -> None:
-    """Raise the interrupt amid which the library raised `error`, if there is one besides `handled`.
+@contextlib.contextmanager
+def plain_interrupts() -> Iterator[None]:
+    """Raise an interrupt of the block as what it is.
 
-    An interrupt between two statements of the library makes it close a file twice, say, or release a free lock.
+    One between two statements of Python's library can become an error there: a lock that is free is released, say, or
+    a file closed twice.
     """
-    if isinstance(error.__context__, KeyboardInterrupt) and error.__context__ is not handled:
-        raise error.__context__
+    handled = sys.exception()
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt) and error.__context__ is not handled:
+            raise error.__context__ from None
+        raise

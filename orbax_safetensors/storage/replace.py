@@ -11,10 +11,9 @@ import errno
 import logging
 import os
 import shutil
-import sys
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage.interrupts import raise_interrupt
+from orbax_safetensors.storage.interrupts import plain_interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +66,13 @@ def recover(path: str) -> None:
 
 def remove(path: str) -> None:
     """Delete a directory, a link or a file that nobody needs any more; a warning if that fails."""
-    handled = sys.exception()
     try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
+        with plain_interrupts():
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                os.unlink(path)
     except OSError as error:
-        raise_interrupt(error, handled)
         logger.warning("%s is not needed any more and cannot be deleted: %s", path, error)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
+from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.transfer.progress import SECONDS
 
 
@@ -58,9 +59,10 @@ def working(
     try:
         with ThreadPoolExecutor(threads, "safetensors") as pool:
             try:
-                workers = [pool.submit(work) for _ in range(threads)]
-                yield lambda seconds: not wait(workers, seconds).not_done
-                wait(workers)
+                with plain_interrupts():
+                    workers = [pool.submit(work) for _ in range(threads)]
+                    yield lambda seconds: not wait(workers, seconds).not_done
+                    wait(workers)
             except BaseException as error:
                 fail(error)
         if failures:
