@@ -26,8 +26,8 @@ def interrupted(number, *, after):
             calls.append(f"{function.__name__} {args[0]}")
             if len(calls) != number:
                 return function(*args, **kwargs)
-            if after:
-                function(*args, **kwargs)
+            if after and hasattr(made := function(*args, **kwargs), "close"):
+                made.close()
             raise KeyboardInterrupt
 
         return call
