@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import logging
-import os
 import posixpath
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.files import Opening, StoredFile, checkpoint_files, read_files, read_usual
+from orbax_safetensors.checkpoint.one_state import of_one_state
 from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.sharding_info import saved_offsets
-from orbax_safetensors.storage.paths import PathLike, as_text
+from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.replace import recover
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import UNKNOWN
 
 logger = logging.getLogger(__name__)
-
-# How often a checkpoint may be replaced while it is opened, which takes a moment.
-_ATTEMPTS = 10
-
-_T = TypeVar("_T")
 
 
 def read_checkpoint(
@@ -51,7 +46,7 @@ def read_checkpoint(
             raise fault
         logger.warning("%s", fault)
 
-    checkpoint = _of_one_state(path, lambda: _read(path, storage_options, fail, shared_by=shared_by))
+    checkpoint = of_one_state(path, "opened", lambda: _read(path, storage_options, fail, shared_by=shared_by))
     if not checkpoint.files:
         raise MissingError(f"{checkpoint.path}: has none of the files that the index names")
     return checkpoint
@@ -63,46 +58,14 @@ def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) ->
     Raises `StorageError` if it finds no checkpoint or cannot read it.
     """
 
-    def examined() -> Checkpoint | list[SafetensorsError]:
-        faults: list[SafetensorsError] = []
-        try:
-            checkpoint = _read(path, storage_options, faults.append, use_record=False)
-        except StorageError:
-            raise
-        except SafetensorsError as fault:
-            faults.append(fault)
-        return faults or checkpoint
-
-    return _of_one_state(path, examined)
-
-
-def _of_one_state(path: PathLike, read: Callable[[], _T]) -> _T:
-    """Return what `read` returns or raises of a path that no other directory or file replaces in the meantime.
-
-    A forced save exchanges directories: otherwise, some files could be of the old one, and some of the new one. Bytes
-    that are read later are compared with the state of their file.
-    """
-    place = as_text(path)
-    for _ in range(_ATTEMPTS):
-        before = _identity(place)
-        try:
-            checkpoint = read()
-        except SafetensorsError:
-            if _identity(place) == before:
-                raise
-        else:
-            if _identity(place) == before:
-                return checkpoint
-    raise StorageError(f"{place}: was replaced while it was opened, {_ATTEMPTS} times")
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    """Return what tells a directory or file from another one of the same name; None if nothing has the name here."""
+    faults: list[SafetensorsError] = []
     try:
-        facts = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return facts.st_dev, facts.st_ino
+        checkpoint = _read(path, storage_options, faults.append, use_record=False)
+    except StorageError:
+        raise
+    except SafetensorsError as fault:
+        faults.append(fault)
+    return faults or checkpoint
 
 
 def _read(

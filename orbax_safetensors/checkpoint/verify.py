@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import posixpath
-from typing import NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
-from orbax_safetensors.checkpoint.files import is_orbax
+from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
+from orbax_safetensors.checkpoint.one_state import of_one_state
 from orbax_safetensors.checkpoint.read import examine
-from orbax_safetensors.checkpoint.record import record_faults
+from orbax_safetensors.checkpoint.record import RECORD_NAME, record_faults
 from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_check import TensorRange
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.item_check import item_faults, step_items
-from orbax_safetensors.storage.paths import PathLike, place
+from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
+from orbax_safetensors.storage.paths import BUCKETS, PathLike, is_url, place
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import Stamp
+
+# The files in which a save, a conversion or a link says more of the tensors.
+_RECORDS = (CHECKSUMS_NAME, RECORD_NAME, *INDEX_NAMES)
 
 
 def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
@@ -40,8 +51,10 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
     `in_flight_bytes` and `progress`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is
     checked. Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error.
 
-    Raises `StorageError` if there is no checkpoint or it was never finished, and `ChecksumError` if `data` is set and
-    `path` is a checkpoint of Orbax.
+    If another checkpoint takes the place of this one in the meantime, as by a forced save, all is verified again.
+
+    Raises `StorageError` if there is no checkpoint, it was never finished or it changes again and again, and
+    `ChecksumError` if `data` is set and `path` is a checkpoint of Orbax.
     """
     return verified(path, data=data, options=SafetensorsOptions.of(options)).faults
 
@@ -61,12 +74,39 @@ class Verified(NamedTuple):
 
 def verified(path: PathLike, *, data: bool, options: SafetensorsOptions) -> Verified:
     """Return the faults that `verify` returns, and what they were looked for in."""
+    return of_one_state(
+        path, "verified", partial(_verified, path, data, options), partial(_states, path, options.storage_options)
+    )
+
+
+def _states(path: PathLike, storage_options: Mapping[str, Any] | None) -> object:
+    """Return the states of the files that `_verified` looks at, or the error that says why they cannot be known."""
+    try:
+        if is_orbax(place(path), storage_options):
+            return [_files_below(item, storage_options) for item in step_items(path)]
+        return {
+            name: state
+            for name, state in _files_below(path, storage_options).items()
+            if name.endswith((SUFFIX, INDEX_SUFFIX, *_RECORDS)) and "/" not in name  # others may be written meanwhile
+        }
+    except SafetensorsError as error:
+        return str(error)
+
+
+def _files_below(path: PathLike, storage_options: Mapping[str, Any] | None) -> dict[str, Stamp]:
+    if is_url(place(path)) and (place(path).partition("://")[0] not in BUCKETS or place(path).endswith(SUFFIX)):
+        return {}  # where nothing is replaced, or a reader may not be allowed to list the neighbours
+    store, path = store_of(path, storage_options)
+    return store.below(path)
+
+
+def _verified(path: PathLike, data: bool, options: SafetensorsOptions) -> Verified:
     if is_orbax(place(path), options.storage_options):
         if data:
             raise ChecksumError(f"{path}: is a checkpoint of Orbax, and data is verified only of safetensors files")
         faults = []
         for item in step_items(path):
-            faults += item_faults(item) if is_orbax(item) else verified(item, data=False, options=options).faults
+            faults += item_faults(item) if is_orbax(item) else _verified(item, False, options).faults
         return Verified(faults)
     checkpoint = examine(path, options.storage_options)
     if isinstance(checkpoint, list):

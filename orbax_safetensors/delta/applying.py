@@ -15,11 +15,12 @@ from functools import partial
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.one_state import unless_changed
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.delta.frames import PIECE_BYTES, Range, decode, open_files, range_of, zstandard
 from orbax_safetensors.delta.hidden_directory import HiddenDirectory
 from orbax_safetensors.delta.version import DeltaVersion, check, read_delta
-from orbax_safetensors.errors import ChecksumError, StorageError, TensorMismatchError
+from orbax_safetensors.errors import ChecksumError, StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, encode
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.local import LocalStore
@@ -66,12 +67,13 @@ def apply_delta(
     version = read_delta(store, path)
     workspace = HiddenDirectory(destination, replaces=destination == base)
     try:
-        workspace.begin(resume=False)
-        _copy(base, workspace.path)
-        _change(read_checkpoint(workspace.path), version, store, options.threads or LocalStore.cost.requests)
-        if version.recorded is not None:
-            recorded = check(read_checkpoint(workspace.path), version.recorded, options, _CAUSES)
-            write_small(LocalStore(), os.path.join(workspace.path, CHECKSUMS_NAME), encode(recorded))
+        with unless_changed(read_checkpoint(base)):
+            workspace.begin(resume=False)
+            _copy(base, workspace.path)
+            _change(read_checkpoint(workspace.path), version, store, options.threads or LocalStore.cost.requests)
+            if version.recorded is not None:
+                recorded = check(read_checkpoint(workspace.path), version.recorded, options, _CAUSES)
+                write_small(LocalStore(), os.path.join(workspace.path, CHECKSUMS_NAME), encode(recorded))
         workspace.finish()
     finally:
         workspace.release()
@@ -79,12 +81,17 @@ def apply_delta(
 
 
 def _copy(base: str, directory: str) -> None:
-    without = shutil.ignore_patterns(".*", CHECKSUMS_NAME)
-    try:
-        # Without the modes of files, which may forbid to change them.
-        shutil.copytree(base, directory, dirs_exist_ok=True, ignore=without, copy_function=shutil.copyfile)
-    except OSError as error:
-        raise StorageError(f"{base}: cannot be copied: {error}") from error
+    """Copy what is not hidden in a directory, without modes, which may forbid to change the copy, or to delete it."""
+    with storage_errors(f"{base}: cannot be copied", OSError), os.scandir(base) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name == CHECKSUMS_NAME:
+                continue
+            path = os.path.join(directory, entry.name)
+            if entry.is_dir():
+                os.mkdir(path)
+                _copy(entry.path, path)
+            else:
+                shutil.copyfile(entry.path, path)
 
 
 def _change(copy: Checkpoint, version: DeltaVersion, store: Store, threads: int) -> None:

@@ -57,8 +57,7 @@ class HiddenDirectory(Workspace):
             raise StorageError(f"{self.destination}: cannot be put in its place: {error}") from error
         self._sync_name()
 
-    def release(self) -> None:
-        """See `Workspace`. Deletes what is unfinished, or was replaced."""
-        if self._lock is not None:
-            remove(self.path)
-        super().release()
+    def _tidy(self) -> None:
+        """See `Workspace`: what is unfinished, or was replaced."""
+        remove(self.path)
+        remove_aside(self.destination)

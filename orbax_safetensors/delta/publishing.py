@@ -20,6 +20,7 @@ from functools import partial
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums, recorded_content
+from orbax_safetensors.checkpoint.one_state import unless_changed
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.delta.frames import PIECE_BYTES, Range, encode, open_files, range_of, zstandard
 from orbax_safetensors.delta.hidden_directory import HiddenDirectory
@@ -235,7 +236,8 @@ class DeltaJob:
         for checkpoint, recorded, fault in checks:
             meter.begin(checkpoint.nbytes)
             options = replace(self.request.options, progress=lambda done, total: meter.moved(done / max(total, 1)))
-            check(checkpoint, recorded, options, fault)
+            with unless_changed(checkpoint):
+                check(checkpoint, recorded, options, fault)
         meter.end()
         if (record := recorded_content(self.new)) is not None:
             write_small(LocalStore(), os.path.join(directory, CHECKSUMS_NAME), record)

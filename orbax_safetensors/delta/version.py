@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded
 from orbax_safetensors.checkpoint.data import check_data
-from orbax_safetensors.checkpoint.files import StoredFile
+from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile
 from orbax_safetensors.checkpoint.header_texts import read_text
 from orbax_safetensors.errors import ChecksumError, HeaderError, IndexFileError, MissingError, StorageError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, parse
@@ -131,6 +131,10 @@ def read_delta(store: Store, path: str) -> DeltaVersion:
     names: dict[str, set[str]] = defaultdict(set)
     for tensor, name in index.weight_map.items():
         names[posixpath.join(path, name)].add(tensor)
+    if store.lists and (store.is_local or not names):  # a run that has lost may have left other objects
+        for file in store.list(path) or ():
+            if file.endswith(SUFFIX) and not file.startswith("."):
+                names[posixpath.join(path, file)] |= set()
     files = {file: StoredFile.of(file, *read_text(store, file)) for file in names}
     for file, stored in files.items():
         _check_file(file, stored, names[file])

@@ -24,6 +24,7 @@ from jax._src.distributed import global_state
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.names import some
+from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.threads import start
 
 # How long the slowest process may take after the fastest, in seconds. A disk that is much slower than the others must
@@ -220,7 +221,8 @@ def _interruptibly(wait: Callable[[], None]) -> None:
             ended.set_result(None)
 
     start(work, "other_processes")
-    ended.result()
+    with plain_interrupts():
+        ended.result()
 
 
 def first(key: str, text: str) -> str:

@@ -80,9 +80,10 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
     ) -> None:
         """Save with the arguments of `SafetensorsSave` or an instance of it. Every process calls this.
 
-        With `force`, the new checkpoint takes the place of all that is in `directory`, once it is complete and on the
-        disk; without it, a directory that exists is an error before anything is written. A save that fails leaves
-        `directory` as it was, and nothing beside it. `metadata` returns `custom_metadata`.
+        With `force`, the new checkpoint takes the place of all that is in `directory`, a checkpoint or an empty
+        directory, once it is complete and on the disk; without it, a directory that exists is an error before anything
+        is written. A save that fails leaves `directory` as it was, and nothing beside it. `metadata` returns
+        `custom_metadata`.
 
         Raises:
           SafetensorsError: the tree or the metadata cannot be stored.

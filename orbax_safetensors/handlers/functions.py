@@ -91,15 +91,15 @@ def save(
       path: a directory that does not exist, or the URL of one on an object store.
       tree: of `jax.Array`s with any sharding, NumPy arrays and scalars, the same in every process.
       family, variant, config, like, rest, metadata, max_file_bytes, index: as for `SafetensorsSave`.
-      force: put the new checkpoint in the place of all that is in `path`, once it is complete. On a file system, `path`
-        is there at every moment, and a save that fails changes nothing.
+      force: put the new checkpoint in the place of all that is in `path`, which must be a checkpoint or empty, once it
+        is complete. On a file system, `path` is there at every moment, and a save that fails changes nothing.
       overwrite: the same, as Orbax's v1 API calls it.
       options: how bytes are moved.
 
     Raises:
       TensorMismatchError, MappingError, HeaderError: the tree or the metadata cannot be stored.
-      StorageError: `path` exists, and neither `force` nor `overwrite` is set, or it cannot be written, or `like` cannot
-        be read.
+      StorageError: `path` exists, and neither `force` nor `overwrite` is set or it holds no checkpoint but something
+        else, or it cannot be written, or `like` cannot be read.
     """
     args = SafetensorsSave(
         tree,

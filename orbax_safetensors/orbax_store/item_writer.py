@@ -26,9 +26,11 @@ from orbax_safetensors.orbax_store.discovery import (
     TREE_FILE,
     unfinished_path,
 )
+from orbax_safetensors.orbax_store.index_check import index_faults
 from orbax_safetensors.orbax_store.leaf import ARRAYS, SCALAR, OrbaxLeaf, box_of
 from orbax_safetensors.orbax_store.metadata import finished_text, item_files
 from orbax_safetensors.orbax_store.ocdbt import merge
+from orbax_safetensors.orbax_store.operations import results
 
 # A chunk's key, after the name of its array if that is not empty: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
 _CHUNK_KEYS = {
@@ -154,23 +156,12 @@ class ItemWriter:
     def open(self, primary: bool) -> dict[str, ts.TensorStore]:
         """Make the arrays, in the primary process only as Orbax does, and open them without reading."""
         if primary:
-            with storage_errors(os.fspath(self.directory)):
-                making = [
-                    (name, ts.open(ts.Spec(spec), create=True, open=True, context=self._context))
-                    for name, spec in self._specs.items()
-                ]
-            for name, future in making:
-                with storage_errors(f"{self.directory}: {name!r}"):
-                    future.result()
-        opening = {
-            name: ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=self._context)
-            for name, spec in self._specs.items()
-        }
-        stores = {}
-        for name, future in opening.items():
-            with storage_errors(f"{self.directory}: {name!r}"):
-                stores[name] = future.result()
-        return stores
+            results(self._opening(self._specs, create=True), os.fspath(self.directory))
+        return results(self._opening(self._specs, assume_metadata=True), os.fspath(self.directory))
+
+    def _opening(self, specs: Mapping[str, Any], **how: Any) -> Iterator[tuple[str, Any]]:
+        for name, spec in specs.items():
+            yield name, ts.open(ts.Spec(spec), open=True, context=self._context, **how)
 
     def chunks(self) -> dict[str, np.ndarray]:
         """Return for every array which of its chunks are in the store, over the grid of its chunks.
@@ -232,13 +223,11 @@ class ItemWriter:
 
     def _write_scalars(self) -> None:
         arrays = {name: np.asarray(value) for name, value in self._values.items() if not isinstance(value, str)}
-        opening = {}
-        for name, array in arrays.items():
-            spec = self._write_spec(name, OrbaxLeaf((), array.dtype, (), SCALAR)).json
-            opening[name] = ts.open(ts.Spec(spec), create=True, open=True, context=self._context)
-        writing = [opening[name].result().write(array) for name, array in arrays.items()]
-        for future in writing:
-            future.result()
+        specs = {
+            name: self._write_spec(name, OrbaxLeaf((), array.dtype, (), SCALAR)).json for name, array in arrays.items()
+        }
+        stores = results(self._opening(specs, create=True), os.fspath(self.directory))
+        results(((name, stores[name].write(array)) for name, array in arrays.items()), os.fspath(self.directory))
 
     def _databases(self) -> list[str]:
         """Return the directories of the databases of all processes."""
@@ -246,7 +235,10 @@ class ItemWriter:
         return [os.path.join(self.directory, name) for name in inside if name.startswith(PROCESS_SUBDIR_PREFIX)]
 
     def _check_whole(self) -> None:
-        """Raise the errors of `finish`. The store that a reader opens is listed once, and no array is opened."""
+        """Raise the errors of `finish`. The store that a reader opens is listed once, and no array is opened.
+
+        An index has the keys of values whose bytes another run, or a disk, has taken away.
+        """
         keys = set(self._keys([os.fspath(self.directory)]))
         scalars = [name for name, value in self._values.items() if not isinstance(value, str)]
         for name in (*self.leaves, *scalars):
@@ -255,6 +247,8 @@ class ItemWriter:
                 raise StorageError(f"{self._where}: {name!r}: was not stored: {key!r} is missing")
         if TREE_FILE not in names(self.directory):
             raise StorageError(f"{self._where}: {TREE_FILE} was not stored")
+        if self._item.ocdbt and (faults := index_faults(os.fspath(self.directory), {}, names_tensors=False)):
+            raise StorageError(f"{self._where}: was not stored: {faults[0]}; begin anew without resume")
         lacking = {name: present for name, present in self._present(keys).items() if not present.all()}
         if lacking:
             name, present = next(iter(lacking.items()))

@@ -37,6 +37,7 @@ import tensorstore as ts
 
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.orbax_store.directories import kvstore
+from orbax_safetensors.orbax_store.operations import results
 
 _T = TypeVar("_T")
 
@@ -132,10 +133,13 @@ def merge(databases: Sequence[str], root: str) -> None:
     with storage_errors(root):
         transaction = ts.Transaction(atomic=True)
         whole = kvstore(root, context, ocdbt=True, config=config, assume_config=True).with_transaction(transaction)
-        copying = [kvstore(database, context, ocdbt=True).experimental_copy_range_to(whole) for database in databases]
-        for future in copying:
-            future.result()
-        transaction.commit_sync()
+        copying = (
+            (database, kvstore(database, context, ocdbt=True).experimental_copy_range_to(whole))
+            for database in databases
+        )
+        results(copying, root)
+        transaction.commit_async()
+        results([(MANIFEST, transaction.future)], root)
 
 
 def _inline_bytes(value: bytes | Range) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -23,6 +24,28 @@ def finish_all(begun: Iterable[Future[Any]]) -> None:
     for failure in failures:
         if failure is not None:
             raise failure
+
+
+def results(begun: Iterable[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """Begin operations of TensorStore, and return their results by name; errors begin with `where` and the name.
+
+    None of them is under way when this returns or raises, also at an interrupt: what is written later would meet the
+    files of the next run.
+    """
+    futures: dict[str, Any] = {}
+    try:
+        with storage_errors(where):
+            for name, future in begun:
+                futures[name] = future
+        found = {}
+        for name, future in futures.items():
+            with storage_errors(f"{where}: {name!r}"):
+                found[name] = future.result()
+        return found
+    finally:
+        for future in futures.values():
+            with contextlib.suppress(Exception):
+                future.exception()
 
 
 class Budget:

@@ -11,6 +11,7 @@ import jax
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant, with_variant
+from orbax_safetensors.checkpoint.one_state import of_one_state, unless_changed
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.arrays import explicit_transfers
@@ -39,12 +40,13 @@ def restore(request: RestoreRequest) -> Any:
     options = request.options
     keys = keys_of(request) if jax.process_count() > 1 else ALONE
     if keys.restore is None:
-        checkpoint, matched, comparison = _prepared(request, keys)
+        prepared = of_one_state(request.path, "opened", partial(_prepared, request, keys))
     else:
         prepare = partial(_prepared, request, keys)
-        checkpoint, matched, comparison = all_or_none(keys.restore, prepare, timeout_secs=options.join_timeout_secs)
+        prepared = all_or_none(keys.restore, prepare, timeout_secs=options.join_timeout_secs)
+    checkpoint, matched, comparison = prepared
     targets = matched.targets
-    with filling(checkpoint, targets, comparison, options) as under_way:
+    with unless_changed(checkpoint), filling(checkpoint, targets, comparison, options) as under_way:
         if any(target.broadcast for target in targets):
             return matched.tree(replicas.fill(under_way, targets))
         return matched.tree(under_way.fill(targets))
@@ -64,7 +66,7 @@ def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
     stored = read_checkpoint(request.path, options.storage_options, partial=request.partial, shared_by=keys.headers)
     if keys.restore is not None:
         stored = at_one_commit(stored, request, keys.restore)
-    with no_collection():
+    with unless_changed(stored), no_collection():
         checkpoint, matched = seen(request, stored)
         matched = placed(matched, checkpoint.path)
         comparison = Comparison(checkpoint, partial=request.partial) if options.checksums else None

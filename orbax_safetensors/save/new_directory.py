@@ -12,6 +12,7 @@ from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.orbax_store.directories import flush
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
 from orbax_safetensors.orbax_store.metadata import finished_text
+from orbax_safetensors.save.new_files import check_replaceable
 from orbax_safetensors.save.request import check_kept
 from orbax_safetensors.storage.replace import recover, remove, remove_aside, replace
 from orbax_safetensors.storage.workspace import Workspace
@@ -46,6 +47,8 @@ class NewDirectory(Workspace):
             raise StorageError(f"{path}: is a mount point, which cannot be renamed; save to a directory in it")
         if self._force:
             check_kept(path, *self._sources)
+            if os.path.isdir(path):
+                check_replaceable(path, os.listdir(path))
 
     def _make(self) -> None:
         """Delete what killed saves have left; Orbax makes the directory."""
@@ -64,13 +67,13 @@ class NewDirectory(Workspace):
             with storage_errors(f"{self.destination}: cannot be replaced", OSError):
                 (epath.Path(self.path) / FINISHED_FILE).write_text(finished_text(self.destination))
                 flush(self.path)
+                self.check_free()
                 remove_aside(self.destination)
                 replace(self.path, self.destination)
             self._sync_name()
 
-    def release(self) -> None:
-        """See `Workspace`. Deletes what is not the checkpoint, if this process has the place."""
-        if self._lock is not None:
-            remove(self._temporary)
-            remove(self._beside)
-            super().release()
+    def _tidy(self) -> None:
+        """See `Workspace`: what is not the checkpoint."""
+        remove(self._temporary)
+        remove(self._beside)
+        remove_aside(self.destination)

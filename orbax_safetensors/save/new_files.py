@@ -24,7 +24,7 @@ from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
 from orbax_safetensors.save.request import Existing
 from orbax_safetensors.storage.remote import READ_ONLY
@@ -73,8 +73,10 @@ class NewFiles:
             raise StorageError(f"{path}: {READ_ONLY}")
         if existing == "replaced":
             store.delete(path, ())  # raises if all of a bucket is to be replaced
-            return
         names = list(store.list(path) or ())
+        if existing == "replaced":
+            check_replaceable(path, names)
+            return
         in_the_way = names if existing == "refused" else _of_checkpoints(names)
         if in_the_way:
             instead = "delete these files, or save elsewhere"
@@ -156,6 +158,14 @@ class NewFiles:
         others = [name for name in self.store.below(self.path) if name not in self.names]
         self.store.delete(self.path, [name for name in others if not name.endswith(INDEX_SUFFIX)])
         self.store.delete(self.path, others)
+
+
+def check_replaceable(path: str, names: Sequence[str]) -> None:
+    """Raise `StorageError` if a directory that holds `names` is neither a checkpoint nor empty."""
+    if names and not _of_checkpoints(names) and not {STEP_FILE, FINISHED_FILE} & {*names}:
+        raise StorageError(
+            f"{path}: is not a checkpoint, it holds {some(sorted(names))}; a save replaces nothing else; save elsewhere"
+        )
 
 
 def _of_checkpoints(names: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.threads import start
 
 _T = TypeVar("_T")
@@ -56,7 +57,8 @@ class Requests:
         """
         future = self.start(request)
         try:
-            return future.result()
+            with plain_interrupts():
+                return future.result()
         except CancelledError:
             raise StorageError(f"{what} was cancelled") from None
         finally:

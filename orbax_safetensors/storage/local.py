@@ -366,6 +366,15 @@ def make_directory(path: str) -> None:
         LocalStore().sync(os.path.dirname(path))
 
 
+def missing_directories(path: str) -> list[str]:
+    """Return which of a directory and its parents `make_directory` would make, the innermost first."""
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
+
+
 def check_makeable(path: str) -> None:
     """Raise `StorageError` if nothing can be made at an absolute path, such as a path below a file."""
     above = os.path.dirname(path)

@@ -19,7 +19,8 @@ GCS = ("gs",)
 AZURE = ("az", "azure", "abfs", "abfss", "adl")
 HTTP = ("http", "https")
 HUB = ("hf",)
-SCHEMES = (*S3, *GCS, *AZURE, *HTTP, *HUB)
+BUCKETS = (*S3, *GCS, *AZURE)
+SCHEMES = (*BUCKETS, *HTTP, *HUB)
 
 _COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)(.*)", re.DOTALL)
 

@@ -13,6 +13,7 @@ import os
 import shutil
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.interrupts import plain_interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 def replace(new: str, path: str) -> None:
     """Give the directory `new` the name `path`, and what had that name, if anything, the name `new`.
 
-    Both lie in one directory. Raises `StorageError`, with all as it was, if the file system refuses.
+    Both lie in one directory. Raises `StorageError`, with all as it was, if the file system refuses. An interrupt can
+    leave what had the name where `remove_aside` deletes it.
     """
     try:
         if not os.path.lexists(path):
@@ -65,16 +67,17 @@ def recover(path: str) -> None:
 def remove(path: str) -> None:
     """Delete a directory, a link or a file that nobody needs any more; a warning if that fails."""
     try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
+        with plain_interrupts():
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                os.unlink(path)
     except OSError as error:
         logger.warning("%s is not needed any more and cannot be deleted: %s", path, error)
 
 
 def remove_aside(path: str) -> None:
-    """Delete what `replace` has left aside if it was killed when `path` was complete already."""
+    """Delete what `replace` has left aside if it was killed or interrupted when `path` was complete already."""
     if os.path.lexists(path):
         remove(_aside(path))
 
@@ -88,8 +91,8 @@ def _exchange(one: str, other: str) -> None:
 
 def _rename_in_turn(new: str, path: str) -> None:
     aside = _aside(path)
-    os.rename(path, aside)
     try:
+        os.rename(path, aside)
         while True:
             try:
                 os.rename(new, path)
@@ -99,9 +102,13 @@ def _rename_in_turn(new: str, path: str) -> None:
                     raise
             os.rename(path, aside)  # again, because a reader has put it back
     except BaseException:
-        os.rename(aside, path)
+        if not os.path.lexists(path):
+            os.rename(aside, path)
         raise
-    os.rename(aside, new)
+    try:
+        os.rename(aside, new)
+    except OSError:  # `new` has the name, and nobody needs the old directory
+        remove(aside)
 
 
 def _aside(path: str) -> str:

@@ -14,12 +14,13 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.storage.local import LocalStore, check_makeable, make_directory
+from orbax_safetensors.storage.interrupts import to_the_end
+from orbax_safetensors.storage.local import LocalStore, check_makeable, make_directory, missing_directories
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Workspace:
     kind = "conversion"
     other = "another source, or with other arguments"
     _lock: Lock | None = None
+    _parents: Sequence[str] = ()
 
     @cached_property
     def run(self) -> str:
@@ -65,7 +67,9 @@ class Workspace:
         """
         try:
             if self.locked is not None:
-                Workspace.check_place(self)  # before anything is made; subclasses look further when others cannot write
+                if not os.path.lexists(self.locked):  # a killed run may have left it beside what is complete
+                    Workspace.check_place(self)  # before anything is made; subclasses look further under the lock
+                self._parents = missing_directories(os.path.dirname(self.locked))
                 make_directory(os.path.dirname(self.locked))
                 self._lock = Lock(self.locked, self.destination)
             self.check_place()
@@ -102,10 +106,21 @@ class Workspace:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let other runs begin."""
-        if self._lock is not None:
-            self._lock.release()
+        """Let other runs begin; delete the directories that `begin` made if nothing came into them."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(to_the_end, self._remove_parents)
+            if self._lock is not None:
+                last_first.callback(self._lock.release)
+                last_first.callback(to_the_end, self._tidy)
             self._lock = None
+
+    def _remove_parents(self) -> None:
+        for path in self._parents:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+
+    def _tidy(self) -> None:
+        """Delete what no run needs any more, while no other run can begin."""
 
     def _begun(self) -> dict[str, Any] | None:
         """Return the record of what was begun; None if there is nothing to take up."""
@@ -163,23 +178,49 @@ class Lock:
         Raises `StorageError` if another program holds the lock, and `OSError` if the file cannot be made. On a file
         system without locks, always succeeds.
         """
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                _lock(descriptor, path, destination)
-                is_there = _is_at(descriptor, path)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if is_there:
-                break
-            os.close(descriptor)  # the last holder of the lock has deleted the file in the meantime
+        self._path = path
+        try:
+            while (descriptor := _locked(path, destination)) is None:
+                pass  # the last holder of the lock has deleted the file in the meantime
+        except BaseException:
+            _discard(path)
+            raise
         self._release = weakref.finalize(self, _release, descriptor, path, os.getpid())
         self._release.atexit = False
 
     def release(self) -> None:
         """Release the lock and delete the file; further calls do nothing."""
-        self._release()
+        try:
+            self._release()
+        except BaseException:
+            _discard(self._path)
+            raise
+
+
+def _locked(path: str, destination: str) -> int | None:
+    """Open and lock a file, which is made if it does not exist; None if it is deleted in the meantime."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        _lock(descriptor, path, destination)
+        if _is_at(descriptor, path):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _discard(path: str) -> None:
+    """Delete the file of a lock that nobody holds, after an interrupt."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+        else:
+            _release(descriptor, path, os.getpid())
 
 
 def _lock(descriptor: int, path: str, destination: str) -> None:

@@ -188,8 +188,12 @@ class PartialDirectory(Workspace):
         self._store.sync(self.directory)
         self.check_free()
         self._rename(self.directory, self.destination)
-        remove(self.path)
         self._sync_name()
+
+    def _tidy(self) -> None:
+        """See `Workspace`: the record of files that have become the destination."""
+        if os.path.isdir(self._run_path) and not os.path.isdir(self.directory):
+            remove(self.path)
 
 
 def _read(path: str) -> dict[str, Any] | None:

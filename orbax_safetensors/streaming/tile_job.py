@@ -17,6 +17,7 @@ import jax
 from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.options import Progress
+from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.process_memory import resident, trim
 from orbax_safetensors.storage.threads import Threads
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan
@@ -92,7 +93,7 @@ class TileJob:
         sink = self.sink
         # Freed memory that libraries keep serves the next batch, as long as the process stays below its limit.
         most = resident() + 6 * sink.batch_bytes
-        with Threads(sink.writers, "writer") as pool:
+        with plain_interrupts(), Threads(sink.writers, "writer") as pool:
             writing: deque[tuple[Future[None], int]] = deque()
 
             def finish(left: int) -> None:

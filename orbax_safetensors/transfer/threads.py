@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from functools import partial
 
+from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.threads import Threads
 from orbax_safetensors.transfer.progress import SECONDS
 
@@ -59,9 +60,10 @@ def working(
     try:
         with Threads(threads, "safetensors") as pool:
             try:
-                workers = [pool.submit(work) for _ in range(threads)]
-                yield lambda seconds: not wait(workers, seconds).not_done
-                wait(workers)
+                with plain_interrupts():
+                    workers = [pool.submit(work) for _ in range(threads)]
+                    yield lambda seconds: not wait(workers, seconds).not_done
+                    wait(workers)
             except BaseException as error:
                 fail(error)
         if failures:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.delta import applying
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.storage import replace
 from tests.support import killed_deltas
 from tests.support.damage import damages
 from tests.support.deltas import changed, copied, save_steps, tensor_files
@@ -122,6 +124,57 @@ def test_other_encodings_and_versions_are_refused(delta, tmp_path, key, value):
     index["metadata"][key] = value
     (delta / INDEX_NAME).write_text(json.dumps(index))
     with pytest.raises(ost.IndexFileError, match=key):
+        ost.apply_delta(tmp_path / "old", delta, tmp_path / "made")
+
+
+def test_an_index_that_names_nothing_of_what_is_there(delta, tmp_path):
+    """A delta of nothing has files as well, but nothing is in them."""
+    index = json.loads((delta / INDEX_NAME).read_text())
+    (delta / CHECKSUMS_NAME).unlink()
+    for weight_map in ({}, {"a": FILE}):
+        (delta / INDEX_NAME).write_text(json.dumps(index | {"weight_map": weight_map}))
+        if weight_map:
+            shutil.copy(delta / FILE, delta / "model-00002-of-00002.safetensors")
+        with pytest.raises(ost.HeaderError, match="its tensors are not those that the index names: {'a'}"):
+            ost.apply_delta(tmp_path / "old", delta, tmp_path / "made")
+    done = ost.delta(tmp_path / "old", tmp_path / "old", tmp_path / "nothing", version=1)
+    ost.apply_delta(tmp_path / "old", done.path, tmp_path / "made")
+    assert tensor_files(tmp_path / "made") == tensor_files(tmp_path / "old")
+
+
+def test_a_base_that_may_not_be_changed(delta, tmp_path):
+    """No mode of it is copied, which would forbid to finish the copy, or to delete it."""
+    base = tmp_path / "old"
+    (base / "more").mkdir()
+    (base / "more" / "notes.txt").write_text("of the model")
+    for path in (base, *base.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    ost.apply_delta(base, delta, tmp_path / "made")
+    assert tensor_files(tmp_path / "made") == tensor_files(tmp_path / "new")
+    for path in (tmp_path / "made", *(tmp_path / "made").rglob("*")):
+        assert path.stat().st_mode & 0o600 == 0o600
+
+
+@pytest.mark.parametrize("place", ["missing/parents/made", "dangling", "dangling/made"])
+def test_what_fails_leaves_nothing_in_a_place_that_is_not_there(delta, tmp_path, place):
+    (tmp_path / "dangling").symlink_to(tmp_path / "no" / "such")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ost.SafetensorsError):
+        ost.apply_delta(tmp_path / "new", delta, tmp_path / place)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_base_that_is_replaced_meanwhile_changed(delta, tmp_path, monkeypatch):
+    """It is not another base, and the delta is not damaged."""
+    ost.save(tmp_path / "other", {"a": changed(TREE["a"], 7), "b": TREE["b"]})
+    real = applying._copy
+
+    def copy(base, directory):
+        replace.replace(os.fspath(tmp_path / "other"), base)
+        real(base, directory)
+
+    monkeypatch.setattr(applying, "_copy", copy)
+    with pytest.raises(ost.StorageError, match="changed while it was in use"):
         ost.apply_delta(tmp_path / "old", delta, tmp_path / "made")
 
 

@@ -102,6 +102,47 @@ def test_a_file_is_not_replaced(tmp_path, save):
     assert there(tmp_path) == ["model"]
 
 
+def test_only_a_checkpoint_is_replaced(old, save):
+    """A `..` too many is not the end of all that lies beside the checkpoint."""
+    (old.parent / "empty").mkdir()
+    (old.parent / "mine").mkdir()
+    (old.parent / "mine" / "notes.txt").write_text("mine")
+    for path, name in ((old / "..", "model"), (old.parent / "mine", "notes.txt")):
+        with pytest.raises(ost.StorageError, match=f"is not a checkpoint, it holds .*{name}.*; a save replaces"):
+            save(path, NEW, force=True)
+    assert there(old.parent) == ["empty", "mine", "model"]
+    assert (old.parent / "mine" / "notes.txt").read_text() == "mine"
+    save(old.parent / "empty", NEW, force=True)
+    holds(old.parent / "empty", NEW)
+
+
+def test_a_checkpoint_of_orbax_is_replaced(tmp_path, save):
+    """An item on its own, and a step."""
+    for path in (tmp_path / "item", tmp_path / "step"):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path if path.name == "item" else path / "default", OLD)
+    (tmp_path / "step" / "_CHECKPOINT_METADATA").write_text("{}")
+    for path in (tmp_path / "item", tmp_path / "step"):
+        save(path, NEW, force=True)
+        holds(path, NEW)
+
+
+def test_what_has_come_meanwhile_is_not_replaced(tmp_path, save, monkeypatch):
+    """In the place that was free when the save began."""
+    real = new_directory.flush
+
+    def flush(path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "notes.txt").write_text("mine")
+        real(path)
+
+    monkeypatch.setattr(new_directory, "flush", flush)
+    with pytest.raises(ost.StorageError, match=r"model: is not a checkpoint, it holds notes.txt;"):
+        save(tmp_path / "model", NEW, force=True)
+    assert there(tmp_path) == ["model"]
+    assert there(tmp_path / "model") == ["notes.txt"]
+
+
 def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, save):
     with file_system(tmp_path / "disk", "1m") as disk:
         (disk / "notes.txt").write_text("mine")

@@ -1,5 +1,6 @@
 """Writes of a checkpoint that fail at the end or for want of space, and what memory they take."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from etils import epath
 
 from orbax_safetensors.errors import StorageError
@@ -28,6 +30,7 @@ from tests.support.orbax_items import (
     file_names,
     fill,
     is_not_there,
+    is_values,
     json_files,
     leaf_of,
     random,
@@ -61,6 +64,65 @@ def test_a_finished_item_is_looked_at_before_it_has_its_name(tmp_path, lost, ocd
             patched.setattr(item_writer.ItemWriter, "_check_whole", lose)
             sink.commit()
     is_not_there(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 0)])
+def test_what_the_index_points_to_is_looked_at(tmp_path, damage, monkeypatch):
+    """As where a run that was interrupted has written, or deleted, after the next one began."""
+    merge = item_writer.merge
+
+    def lose(databases, root):
+        merge(databases, root)
+        for file in list(epath.Path(databases[0]).glob("d/*")):
+            damage(file)
+
+    array = random(np.dtype(np.int32), (512, 64))  # a small one would be in the index itself
+    with step_sink(tmp_path, {"a": OrbaxLeaf(array.shape, array.dtype, (32, 64))}) as sink:
+        fill(sink, {"a": array})
+        monkeypatch.setattr(item_writer, "merge", lose)
+        with pytest.raises(StorageError, match="was not stored: .* expected at least .* bytes, found"):
+            sink.commit()
+    is_not_there(tmp_path)
+
+
+class Interrupted:
+    """Makes the futures of a function, and interrupts whoever waits first for the `number`-th of them."""
+
+    def __init__(self, begin, number):
+        self.futures, self._begin, self._number = [], begin, number
+
+    def __call__(self, *args, **kwargs):
+        begun, number = self._begin(*args, **kwargs), len(self.futures)
+        self.futures.append(begun)
+
+        class Future:
+            def result(_):
+                if number == self._number:
+                    self._number = None
+                    raise KeyboardInterrupt
+                return begun.result()
+
+            exception = begun.exception
+
+        return Future()
+
+
+@all_formats
+def test_an_interrupt_waits_for_what_is_under_way(tmp_path, ocdbt, zarr3, monkeypatch):
+    """Otherwise it would write into the files of the next run. Arrays are made and opened, then scalars are made."""
+    real = ts.open
+    for number in (1, len(LEAVES), 2 * len(LEAVES), None):
+        opened = Interrupted(real, number)
+        monkeypatch.setattr(item_writer.ts, "open", opened)
+        with contextlib.suppress(KeyboardInterrupt), step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
+            fill(sink, values())
+            sink.commit()
+        assert len(opened.futures) > 7
+        assert all(future.done() for future in opened.futures)
+        monkeypatch.undo()
+        if number is not None:
+            is_not_there(tmp_path)
+    is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
 
 
 def test_a_merge_that_makes_nothing(tmp_path, monkeypatch):

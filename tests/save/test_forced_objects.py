@@ -53,6 +53,17 @@ def objects(place):
     }
 
 
+def test_only_a_checkpoint_is_replaced(place):
+    """Neither what holds one, nor other objects."""
+    save(place, OLD)
+    obstore.put(place.store(), "y/notes.txt", b"mine")
+    before = objects(place)
+    for name in ("y", "x/.."):
+        with pytest.raises(ost.StorageError):
+            ost.save(f"{place.url}/{name}", NEW, force=True, options=options(place))
+        assert objects(place) == before
+
+
 @pytest.mark.parametrize("new", [ONE, TWO])
 @pytest.mark.parametrize("old", [ONE, TWO])
 def test_nothing_changes_until_all_is_sent(place, old, new):

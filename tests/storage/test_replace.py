@@ -102,6 +102,44 @@ def test_a_file_system_that_refuses_the_second_rename(places, tmp_path, monkeypa
     assert os.listdir(places[1]) == ["model"]
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_file_system_that_refuses_the_third_rename(places, tmp_path, monkeypatch, caplog, stays):
+    """The new directory has the name by then, and the old one is rubbish."""
+    monkeypatch.setattr(replace, "_RENAMEAT2", None)
+    real, aside = os.rename, replace._aside(places[1])
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(replace.os, "rename", lambda path, new: (fail if path == aside else real)(path, new))
+    if stays:
+        monkeypatch.setattr(replace.shutil, "rmtree", fail)
+    replace.replace(*places)
+    assert os.listdir(places[1]) == ["new"]
+    assert sorted(os.listdir(tmp_path)) == [*[os.path.basename(aside)] * stays, "model"]
+    assert ("is not needed any more and cannot be deleted" in caplog.text) == stays
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_interrupt_right_after_a_rename(places, tmp_path, monkeypatch, number):
+    """The name is there, of the old directory or of the new one."""
+    monkeypatch.setattr(replace, "_RENAMEAT2", None)
+    real, done = os.rename, []
+
+    def rename(path, new):
+        real(path, new)
+        done.append(new)
+        if len(done) == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(replace.os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        replace.replace(*places)
+    assert os.listdir(places[1]) == ["model" if number == 1 else "new"]
+    replace.remove_aside(places[1])
+    assert sorted(os.listdir(tmp_path)) == sorted({"model"} | ({"new"} if number != 2 else set()))
+
+
 def test_several_processes_put_back_what_was_left_aside(places, monkeypatch):
     monkeypatch.setattr(replace, "_RENAMEAT2", None)
     real = os.rename

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from orbax_safetensors.transfer import threads
 from orbax_safetensors.transfer.threads import run_tasks, working
 from tests.support import hang
 
@@ -24,12 +25,12 @@ def no_cancel():
     raise AssertionError("nothing has failed")
 
 
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_every_task_runs_once(threads):
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_every_task_runs_once(count):
     done = []
-    run_tasks((partial(done.append, number) for number in range(100)), threads, no_cancel)
+    run_tasks((partial(done.append, number) for number in range(100)), count, no_cancel)
     assert sorted(done) == list(range(100))
-    assert threads > 1 or done == sorted(done)
+    assert count > 1 or done == sorted(done)
 
 
 def test_a_failure_cancels_what_goes_on_and_no_task_begins():
@@ -48,6 +49,26 @@ def test_a_failure_cancels_what_goes_on_and_no_task_begins():
         run_tasks(iter([wait_long, fail, *[partial(begun.append, number) for number in range(9)]]), 2, cancelled.set)
     assert begun == []
     assert cancelled.is_set()
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_an_interrupt_is_raised_as_one(monkeypatch, handled):
+    """Not as the error that it can become in Python's library; an error after it stays one."""
+
+    def interrupted(*_):
+        if handled:
+            raise RuntimeError("release unlocked lock")
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+
+    monkeypatch.setattr(threads, "wait", interrupted)
+    with pytest.raises(RuntimeError if handled else KeyboardInterrupt):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            run_tasks(iter(()), 1, lambda: None)
 
 
 def test_tasks_that_cannot_be_made_are_a_failure():
