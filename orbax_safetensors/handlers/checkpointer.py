@@ -7,7 +7,6 @@ same files there as Orbax does, so that Orbax, if it has such a client, takes it
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from etils import epath
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.errors import SafetensorsError, StorageError, storage_errors
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.beside import read_beside, write_beside
 from orbax_safetensors.handlers.checkpoint_handler import (
@@ -139,8 +139,8 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         try:
-            return deserialize_step_metadata(json.loads(text), item_metadata=item_metadata)
-        except (TypeError, ValueError, RecursionError) as error:
+            return deserialize_step_metadata(strict_json.loads(text), item_metadata=item_metadata)
+        except (TypeError, ValueError) as error:
             raise StorageError(f"{directory}: {STEP_FILE}: {error}") from error
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:

@@ -18,7 +18,15 @@ from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMisma
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
-from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
+from orbax_safetensors.orbax_store.directories import (
+    absolute,
+    check_files,
+    file_bytes,
+    names,
+    read_bytes,
+    read_json,
+    state,
+)
 from orbax_safetensors.orbax_store.discovery import (
     ARRAYS_DIRECTORY,
     STRINGS_FILE,
@@ -276,6 +284,7 @@ def open_item(
     """
     directory = finished.item(name)
     item = os.fspath(directory)
+    check_files(item)
     tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
     ocdbt = tree.ocdbt
     if ocdbt is None:
