@@ -46,8 +46,8 @@ def parse(content: bytes, *, path: str) -> dict[str, FileChecksums]:
         document = strict_json.loads(content)
         if (algorithm := document["algorithm"]) != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM}, found {algorithm!r:.80}")
-        digest = _digest(document["files"])
-        if document.get("files_sha256", digest) != digest:  # earlier versions did not write it
+        # Earlier versions did not write it.
+        if "files_sha256" in document and document["files_sha256"] != _digest(document["files"]):
             raise ValueError("the record was changed: its files_sha256 is not that of its files")
         return {name: _of_file(dict(facts)) for name, facts in document["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

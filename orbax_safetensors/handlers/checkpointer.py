@@ -133,9 +133,10 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         directory = place(directory)
         # If this raised inside of Orbax, Orbax would go on without it.
         item_metadata = self._handler.metadata(directory)
+        # Read here in any case, because Orbax would wait for the writer of a pipe.
+        text = read_beside(directory, STEP_FILE, options=self._options)
         if not _is_ours(directory):
             return super().metadata(directory)
-        text = read_beside(directory, STEP_FILE, options=self._options) if is_url(directory) else None
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         try:

@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import tensorstore as ts
@@ -114,11 +115,12 @@ def read_bytes(path: epath.Path) -> bytes | None:
             return None
 
 
-def check_files(directory: str) -> None:
+def check_files(directory: str, most: float = inf) -> None:
     """Raise `StorageError` for a file in a directory of a file system that TensorStore or Orbax should not open.
 
     They would wait for the writer of a pipe, read a device for ever, and have all of a small file in memory, whatever
-    its size. A link to a directory is refused because it may lead to such a file, or back.
+    its size, or one of more than `most` bytes. A link to a directory is refused because it may lead to such a file, or
+    back.
     """
     waiting = [] if is_on_gcs(directory) else [directory]
     with storage_errors(directory, OSError):
@@ -127,17 +129,19 @@ def check_files(directory: str) -> None:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-                    elif entry.name in _READ_WHOLE or not entry.is_file(follow_symlinks=False):
+                        continue
+                    limit = min(most, _MAX_BYTES) if entry.name in _READ_WHOLE else most
+                    if limit < inf or not entry.is_file(follow_symlinks=False):
                         with contextlib.suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile
-                            _check_file(entry)
+                            _check_file(entry, limit)
 
 
-def _check_file(entry: os.DirEntry[str]) -> None:
+def _check_file(entry: os.DirEntry[str], most: float) -> None:
     facts = entry.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise StorageError(f"{entry.path}: is not a regular file")
-    if entry.name in _READ_WHOLE and facts.st_size > _MAX_BYTES:
-        raise StorageError(f"{entry.path}: expected at most {_MAX_BYTES} bytes, found {facts.st_size}")
+    if facts.st_size > most:
+        raise StorageError(f"{entry.path}: expected at most {most} bytes, found {facts.st_size}")
 
 
 def size(path: epath.Path) -> int | None:
