@@ -11,6 +11,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.storage.store import File, read_small
 
@@ -70,8 +71,8 @@ def parse_config(file: File) -> dict[str, Any]:
     """Read and close a `config.json`, and return its content; raises as `read_config`."""
     text = read_small(file, _MAX_CONFIG_BYTES)
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        config = strict_json.loads(text)
+    except ValueError as error:
         raise MappingError(f"{file.path}: is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise MappingError(f"{file.path}: expected a JSON object, found {shown(config)}")

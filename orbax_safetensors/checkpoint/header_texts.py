@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from orbax_safetensors.errors import IndexFileError, SafetensorsError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.storage.store import File, Stamp, Store, read_small, write_small
@@ -104,9 +105,9 @@ def decode(content: bytes) -> dict[str, StoredText]:
             raise ValueError(f"expected one gzip stream of at most {MAX_BYTES} bytes")
         return {
             name: StoredText(Stamp(int(facts["nbytes"]), str(facts["version"])), facts["text"].encode())
-            for name, facts in json.loads(document).items()
+            for name, facts in strict_json.loads(document).items()
         }
-    except (zlib.error, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (zlib.error, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{error!r:.200}") from error
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.mapping.family import Family, FamilyUse
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE, read_note
 from orbax_safetensors.storage.store import Store, find_small
@@ -105,10 +106,10 @@ def _read(store: Store, directory: str) -> _Record | None:
     if (content := find_small(store, path, _MAX_BYTES)) is None:
         return None
     try:
-        record = json.loads(content)
+        record = strict_json.loads(content)
         files = record.get("files", {})
         if not (isinstance(record["family"], str) and isinstance(record["variant"], dict) and isinstance(files, dict)):
             raise TypeError(f"expected a name and dicts, found {record!r:.80}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{path}: is not what a save has written: {error!r:.200}") from error
     return _Record(RECORD_NAME, record, files)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import ChecksumError
+from orbax_safetensors.format import strict_json
 
 CHECKSUMS_NAME = "safetensors.checksums.json"
 
@@ -42,14 +43,14 @@ def encode(files: Mapping[str, FileChecksums]) -> bytes:
 def parse(content: bytes, *, path: str) -> dict[str, FileChecksums]:
     """Return checksums by the name of their file; `ChecksumError`, which names `path`, if that is not what it has."""
     try:
-        document = json.loads(content)
+        document = strict_json.loads(content)
         if (algorithm := document["algorithm"]) != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM}, found {algorithm!r:.80}")
-        digest = _digest(document["files"])
-        if document.get("files_sha256", digest) != digest:  # earlier versions did not write it
+        # Earlier versions did not write it.
+        if "files_sha256" in document and document["files_sha256"] != _digest(document["files"]):
             raise ValueError("the record was changed: its files_sha256 is not that of its files")
         return {name: _of_file(dict(facts)) for name, facts in document["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChecksumError(f"{path}: does not have the checksums of a save: {error!r:.200}") from error
 
 

@@ -7,7 +7,6 @@ same files there as Orbax does, so that Orbax, if it has such a client, takes it
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from etils import epath
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.errors import SafetensorsError, storage_errors
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.beside import read_beside, write_beside
 from orbax_safetensors.handlers.checkpoint_handler import (
@@ -135,13 +135,14 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         directory = place(directory)
         # If this raised inside of Orbax, Orbax would go on without it.
         item_metadata = self._handler.metadata(directory)
+        # Read here in any case, because Orbax would wait for the writer of a pipe.
+        text = read_beside(directory, STEP_FILE, options=self._options)
         if not _is_ours(directory):
             return super().metadata(directory)
-        text = read_beside(directory, STEP_FILE, options=self._options) if is_url(directory) else None
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         with storage_errors(f"{directory}: {STEP_FILE}"):
-            return deserialize_step_metadata(json.loads(text), item_metadata=item_metadata)
+            return deserialize_step_metadata(strict_json.loads(text), item_metadata=item_metadata)
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:
         """Return the record of a step that is finished now; raises `SafetensorsError` if Orbax cannot record it."""

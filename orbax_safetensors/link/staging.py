@@ -110,10 +110,13 @@ class Staging(_Staging):
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of a link that was begun; None if there is none."""
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, _RECORD), "rb") as file:
-            record = json.load(file)
-            if isinstance(record, dict):
-                return record
+        record = self._json(_RECORD)
+        return record if isinstance(record, dict) else None
+
+    def _json(self, name: str) -> Any:
+        """Return what a record says; None if there is none, or it is not yet written."""
+        with contextlib.suppress(ValueError):
+            return read_json(epath.Path(self.path) / name)
         return None
 
     def _begun(self) -> dict[str, Any] | None:
@@ -177,13 +180,11 @@ class Staging(_Staging):
 
     def _placed(self) -> list[str]:
         """Return the names that an unfinished link has moved; the one that makes it a checkpoint of Orbax first."""
-        try:
-            with open(os.path.join(self.path, _PLACED), "rb") as file:
-                inodes = json.load(file)
-            there = {entry.name: entry.inode() for entry in os.scandir(self.destination)}
-            placed = [name for name, inode in inodes.items() if there.get(name) == inode]
-        except (OSError, ValueError, AttributeError):  # there are none, or the file is not yet written
+        inodes = self._json(_PLACED)
+        if not isinstance(inodes, dict):
             return []
+        there = {entry.name: entry.inode() for entry in os.scandir(self.destination)}
+        placed = [name for name, inode in inodes.items() if there.get(name) == inode]
         return sorted(placed, key=lambda name: name != TREE_FILE)
 
     def _take_back(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.geometry.encoding import Encoding, Order, Parameter, Role
@@ -360,14 +360,14 @@ class _Tensor:
         stored = [name for name in names if name in self.stored]
         text = self.read(stored[0]) if stored else b""
         try:
-            state = json.loads(text)
+            state = strict_json.loads(text)
             fits = (
                 all(type(size) is int and size >= 0 for size in state["shape"])
                 and type(state["blocksize"]) is int
                 and 0 < state["blocksize"] <= _LONGEST_BLOCK
                 and state["blocksize"] % 2 == 0
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             fits = False
         if not fits:
             raise MappingError(

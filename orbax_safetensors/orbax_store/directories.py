@@ -5,12 +5,14 @@ As in Orbax, `epath` reaches files, and TensorStore reaches chunks.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
-import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import tensorstore as ts
@@ -18,16 +20,21 @@ from etils import epath
 from etils.epath import backend
 
 from orbax_safetensors.errors import StorageError, storage_errors
-from orbax_safetensors.format.strict_json import check_density
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import PathLike, is_url, place
+from orbax_safetensors.storage.store import read_small
 
 _REMOTE = "gs://"
 # `epath` reaches an object store with either of them.
 _CLIENTS = ("gcsfs", "tensorflow")
 # Bytes of a copied file that are in memory at once; gcsfs reads and writes as many anyway.
 _COPY_BYTES = 4 << 20
+# The most bytes of a file that is read as a whole. The longest is `_sharding`: each array has a list of all devices.
+_MAX_BYTES = 256 << 20
+# Of these, what TensorStore reads: of a database, of arrays, and of strings.
+_READ_WHOLE = frozenset({"manifest.ocdbt", ".zarray", "zarr.json", "_strings.json"})
 
 
 def is_on_gcs(path: PathLike) -> bool:
@@ -95,12 +102,46 @@ def requests_at_once(path: str) -> int:
 
 
 def read_bytes(path: epath.Path) -> bytes | None:
-    """Return the content of a file, or None if it is missing."""
-    with storage_errors(os.fspath(path)):
+    """Return the content of a small file, or None if it is missing; `StorageError` if it is not a regular one."""
+    where = os.fspath(path)
+    with storage_errors(where):
         try:
+            if not is_on_gcs(path):
+                return read_small(LocalStore().open(where), _MAX_BYTES)
+            if (nbytes := size(path) or 0) > _MAX_BYTES:
+                raise StorageError(f"{where}: expected at most {_MAX_BYTES} bytes, found {nbytes}")
             return bytes(path.read_bytes())
         except FileNotFoundError:
             return None
+
+
+def check_files(directory: str, most: float = inf) -> None:
+    """Raise `StorageError` for a file in a directory of a file system that TensorStore or Orbax should not open.
+
+    They would wait for the writer of a pipe, read a device for ever, and have all of a small file in memory, whatever
+    its size, or one of more than `most` bytes. A link to a directory is refused because it may lead to such a file, or
+    back.
+    """
+    waiting = [] if is_on_gcs(directory) else [directory]
+    with storage_errors(directory, OSError):
+        while waiting:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                        continue
+                    limit = min(most, _MAX_BYTES) if entry.name in _READ_WHOLE else most
+                    if limit < inf or not entry.is_file(follow_symlinks=False):
+                        with contextlib.suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile
+                            _check_file(entry, limit)
+
+
+def _check_file(entry: os.DirEntry[str], most: float) -> None:
+    facts = entry.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise StorageError(f"{entry.path}: is not a regular file")
+    if facts.st_size > most:
+        raise StorageError(f"{entry.path}: expected at most {most} bytes, found {facts.st_size}")
 
 
 def size(path: epath.Path) -> int | None:
@@ -121,8 +162,7 @@ def read_json(path: epath.Path) -> Any:
 def parse_json(text: bytes, where: str) -> Any:
     """Return what a JSON file of Orbax says, given its content; errors begin with `where`, its path."""
     with storage_errors(f"{where}: is not what Orbax writes"):
-        check_density(text)
-        return json.loads(text)
+        return strict_json.loads(text)
 
 
 def flush(directory: PathLike) -> None:
@@ -155,6 +195,8 @@ def copy(source: epath.Path, destination: epath.Path) -> None:
         for name in names(source):
             copy(source / name, destination / name)
         return
+    if not is_on_gcs(source):
+        LocalStore().open(os.fspath(source)).close()  # raises unless it is a regular file
     with source.open("rb") as reading, destination.open("wb") as writing:
         shutil.copyfileobj(reading, writing, _COPY_BYTES)
         if not is_on_gcs(destination):

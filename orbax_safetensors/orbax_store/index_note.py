@@ -5,6 +5,7 @@ An index has addresses, which are wrong once a file changes. Orbax and TensorSto
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import posixpath
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.storage.store import Store, find_small
+from orbax_safetensors.format import strict_json
+from orbax_safetensors.storage.store import File, Store, find_small
 
 # `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ..., "index": {name: sha256}}`, and
 # `"saved": {...}` from a save or `"linked": {...}` from a link, each with `"family"` and `"variant"`.
@@ -21,6 +23,7 @@ NOTE_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
 _MAX_INDEX_BYTES = 2**30
+_PIECE_BYTES = 2**20
 
 
 def note_content(
@@ -82,10 +85,30 @@ class IndexNote:
         """Yield an error for each file of the index in a directory that is missing or not what was written."""
         for name, digest in self.index.items():
             path = posixpath.join(directory, name)
-            if (content := find_small(store, path, _MAX_INDEX_BYTES)) is None:
+            if (file := store.find(path)) is None:
                 yield MissingError(f"{path}: is missing, and the index has it")
-            elif (found := hashlib.sha256(content).hexdigest()) != digest:
-                yield StorageError(f"{path}: has changed since the index was written: expected {digest}, found {found}")
+            elif _sha256(file) != digest:  # not shown: a link may lead to a file that is nobody's business
+                yield StorageError(f"{path}: has changed since the index was written: expected SHA-256 {digest!r:.80}")
+
+
+def _sha256(file: File) -> str:
+    """Return the digest of a file, and close it; `StorageError` if it is too long for one of an index."""
+    with contextlib.closing(file):
+        nbytes, digest = file.stamp.nbytes, hashlib.sha256()
+        if nbytes > _MAX_INDEX_BYTES:
+            raise StorageError(f"{file.path}: expected at most {_MAX_INDEX_BYTES} bytes, found {nbytes}")
+        buffer = memoryview(bytearray(min(nbytes, _PIECE_BYTES)))
+        for begin in range(0, nbytes, _PIECE_BYTES):
+            piece = buffer[: nbytes - begin]
+            file.read([(begin, [piece])])
+            digest.update(piece)
+        return digest.hexdigest()
+
+
+def _check_name(name: str) -> None:
+    """Raise ValueError if the name of a file leads out of the directory of its note: `verify` reads what it names."""
+    if "\0" in name or any(part in ("", ".", "..") for part in name.replace("\\", "/").split("/")):
+        raise ValueError(f"expected the name of a file in the directory, found {name!r:.80}")
 
 
 def read_note(store: Store, directory: str) -> IndexNote | None:
@@ -97,7 +120,7 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
     if (content := find_small(store, path, _MAX_BYTES)) is None:
         return None
     try:
-        document = json.loads(content)
+        document = strict_json.loads(content)
         files, names_tensors = document["files"], document["names_tensors"]
         index = document.get("index", {})
         if not (isinstance(files, dict) and type(names_tensors) is bool and isinstance(index, dict)):
@@ -109,6 +132,11 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
             family, variant = (record or {}).get("family"), (record or {}).get("variant")
             if not isinstance(family, str | None) or not isinstance(variant, dict | None):
                 raise TypeError(f"expected a name and a dict, found {record!r:.80}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        for name in (*files, *index):
+            _check_name(name)
+        for facts in files.values():
+            if facts.keys() != {"nbytes", "header_sha256"}:
+                raise TypeError(f"expected the size and the digest of the header of each file, found {facts!r:.80}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
     return IndexNote(files, names_tensors, index, *made_by)

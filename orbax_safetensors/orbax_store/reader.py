@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,15 @@ from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMisma
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
-from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
+from orbax_safetensors.orbax_store.directories import (
+    absolute,
+    check_files,
+    file_bytes,
+    names,
+    read_bytes,
+    read_json,
+    state,
+)
 from orbax_safetensors.orbax_store.discovery import (
     ARRAYS_DIRECTORY,
     STRINGS_FILE,
@@ -50,6 +59,9 @@ PROCESS = re.compile(r"process_(\d+)")
 # The most decoded bytes of one TensorStore read: enough to keep the decoders of several cores busy.
 _READ_BYTES = 64 << 20
 
+# The most bytes of a chunk's file that are not of its elements, and of a file that describes an array.
+_FILE_OVERHEAD = 1 << 20
+
 # A chunk is in memory twice, encoded and decoded, before it is in the caller's memory.
 _COPIES = 2
 
@@ -75,6 +87,7 @@ class OrbaxCheckpoint:
     _stores: Mapping[str, ts.TensorStore] = field(repr=False)
     _budget: Budget = field(repr=False)
     _read_bytes: int = field(repr=False)
+    _checked: set[str] = field(repr=False, default_factory=set)  # the arrays whose files may be opened
 
     def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
         """Return the tree of dicts and lists with `leaf(name, facts)` for its leaves, and its empty nodes."""
@@ -102,6 +115,7 @@ class OrbaxCheckpoint:
         failure = None
         try:
             with storage_errors(where):
+                self._check_chunks(name)
                 target = ts.array(out, copy=False, write=True)[ts.d[:].translate_to[box.start]]
                 for chunks in cut(chunks_of(box, leaf), leaf, self._read_bytes) if out.size else ():
                     if operations.failed:
@@ -167,6 +181,18 @@ class OrbaxCheckpoint:
         """Return what tells whether a file has changed, by its path; raises `StorageError` if that is unknown."""
         with storage_errors(self.path):
             return state(self.path)
+
+    def _check_chunks(self, name: str) -> None:
+        """Raise `StorageError` if the file of a chunk is longer than any encoding: TensorStore would read all of it."""
+        if self.ocdbt or name in self._checked:
+            return
+        store = self._stores[name]
+        chunk_nbytes = (
+            prod(int(size or 0) for size in store.chunk_layout.write_chunk.shape or ())
+            * store.dtype.numpy_dtype.itemsize
+        )
+        check_files(f"{self.path}/{name}", 2 * chunk_nbytes + _FILE_OVERHEAD)
+        self._checked.add(name)
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:
@@ -276,6 +302,7 @@ def open_item(
     """
     directory = finished.item(name)
     item = os.fspath(directory)
+    check_files(item)
     tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
     ocdbt = tree.ocdbt
     if ocdbt is None:

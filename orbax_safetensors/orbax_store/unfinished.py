@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from etils import epath
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.orbax_store.directories import (
     absolute,
     copy,
@@ -217,13 +218,13 @@ class UnfinishedCheckpoint(Workspace):
     def _begun(self) -> Any:
         """Return the record of the unfinished checkpoint; None if there is nothing to resume."""
         try:
-            begun = json.loads(self._record_path.read_bytes())
+            if (content := read_bytes(self._record_path)) is None:
+                return None
+            begun = strict_json.loads(content)
             if not isinstance(begun, dict):
                 raise ValueError(f"expected a dict, found {begun!r:.80}")
             return begun or None
-        except FileNotFoundError:
-            return None
-        except Exception as error:
+        except ValueError as error:
             raise StorageError(f"{self._record_path}: cannot be read: {error}; begin anew without resume") from error
 
     def finish(self) -> None:
@@ -249,7 +250,7 @@ class UnfinishedCheckpoint(Workspace):
     def _step_record(self) -> dict[str, Any]:
         """Return Orbax's record of the step; {} if there is none, or one that was cut short."""
         try:
-            record = json.loads(read_bytes(self.directory / STEP_FILE) or b"")
+            record = strict_json.loads(read_bytes(self.directory / STEP_FILE) or b"")
         except ValueError:
             return {}
         return record if isinstance(record, dict) else {}

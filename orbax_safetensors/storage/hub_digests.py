@@ -42,7 +42,9 @@ def downloaded_sha256(path: str) -> str | None:
 
 
 def _etag(path: str) -> str | None:
-    """Return the second line of a file, which follows the commit; None if there is no such file."""
+    """Return the second line of a regular file, which follows the commit; None if there is no such file."""
+    if not os.path.isfile(path):  # to open a pipe would wait for its writer
+        return None
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             file.readline(_MAX_LINE)

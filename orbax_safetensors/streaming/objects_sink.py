@@ -26,6 +26,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.header_texts import write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
@@ -248,7 +249,7 @@ class UnfinishedObjects(Workspace):
             file.close()
             return None
         try:
-            record = json.loads(read_small(file, _MAX_RECORD_BYTES))
+            record = strict_json.loads(read_small(file, _MAX_RECORD_BYTES))
         except ValueError:
             return None
         return record if isinstance(record, dict) and {"unfinished", "names"} == record.keys() else None

@@ -22,11 +22,15 @@ from functools import cached_property
 from typing import Any, TextIO
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.replace import remove
+from orbax_safetensors.storage.store import find_small
 from orbax_safetensors.storage.workspace import Workspace, taken
 
 _RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
+# The longest of these files has the number of each tile.
+_MAX_RECORD_BYTES = 256 << 20
 
 
 class PartialDirectory(Workspace):
@@ -146,12 +150,11 @@ class PartialDirectory(Workspace):
         try:
             for entry in os.scandir(self._run_path):
                 if entry.name.startswith(_DONE):
-                    with open(entry.path, encoding="ascii", errors="replace") as file:
-                        for line in file:
-                            try:
-                                done.update(json.loads(line))
-                            except ValueError:  # a line that was being written, or was not on the disk
-                                continue
+                    for line in (find_small(self._store, entry.path, _MAX_RECORD_BYTES) or b"").splitlines():
+                        try:
+                            done.update(json.loads(line))
+                        except ValueError:  # a line that was being written, or was not on the disk
+                            continue
         except OSError as error:
             raise StorageError(f"{self._run_path}: {error}") from error
         return done
@@ -197,11 +200,10 @@ class PartialDirectory(Workspace):
 
 
 def _read(path: str) -> dict[str, Any] | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-    except FileNotFoundError:
+    if (content := find_small(LocalStore(), path, _MAX_RECORD_BYTES)) is None:
         return None
+    try:
+        record = strict_json.loads(content)
     except ValueError as error:
         raise StorageError(f"{path}: is not JSON: {error}; begin anew without resume") from error
     if not isinstance(record, dict):

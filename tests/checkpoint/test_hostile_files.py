@@ -9,8 +9,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.record import RECORD_NAME
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.mapping import Family, View, stack, tensor
 from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from tests.support.strategies import file_of
 
 pytestmark = pytest.mark.memory
@@ -147,6 +150,22 @@ def test_what_the_reference_ignores(files, tmp_path, within):
     nbytes = write(tmp_path, files)
     checkpoint = within(nbytes, lambda: ost.open_checkpoint(tmp_path))
     assert list(checkpoint.tensors) == ["a"]
+
+
+@pytest.mark.parametrize("name", [CHECKSUMS_NAME, NOTE_FILE, RECORD_NAME, "config.json"])
+def test_a_record_of_many_lists_is_one_short_fault(name, tmp_path, within):
+    nbytes = write(tmp_path, {**one(entry()), name: times("[]", '{"files":[', "]}").encode()})
+
+    def call():
+        ost.open_checkpoint(tmp_path, family="maxtext") if name == "config.json" else ost.load(tmp_path)
+        return ost.verify(tmp_path)
+
+    try:
+        faults = within(nbytes, call)
+    except ost.SafetensorsError as error:
+        faults = [error]
+    assert all(len(str(fault)) < LONGEST for fault in faults)
+    assert any(f"{name}: " in str(fault) and "objects and lists" in str(fault) for fault in faults)
 
 
 def test_a_shape_of_many_dimensions_is_one_short_error_of_a_restore(tmp_path, within):

@@ -16,6 +16,7 @@ JOBS = {
     "verify": lambda source, to: ost.verify(source, data=True),
     "convert": lambda source, to: ost.convert(source, to, to="orbax"),
     "reshard": lambda source, to: ost.reshard(source, to),
+    "metadata": lambda source, to: ost.SafetensorsCheckpointer().metadata(source),
 }
 ALL = {*JOBS}
 REFUSING = {
@@ -23,6 +24,7 @@ REFUSING = {
     INDEX_NAME: ALL,
     "config.json": {"reshard"},
     CHECKSUMS_NAME: {"load with checksums", "verify"},
+    "_CHECKPOINT_METADATA": {"metadata"},
 }
 
 

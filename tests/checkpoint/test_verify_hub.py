@@ -1,6 +1,7 @@
 """`verify(data=True)`: bytes against the SHA-256 that the Hub has of its files, there and where they are downloaded."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -108,5 +109,8 @@ def test_names_that_tell_of_no_digest(tmp_path):
     for content in ("", "commit\n", "commit\nW/abc\n0\n", "\0"):
         (metadata / "a.safetensors.metadata").write_text(content)
         assert downloaded_sha256(str(tmp_path / "a.safetensors")) is None
+    (metadata / "a.safetensors.metadata").unlink()
+    os.mkfifo(metadata / "a.safetensors.metadata")  # nobody writes into it
+    assert downloaded_sha256(str(tmp_path / "a.safetensors")) is None
     assert downloaded_sha256("/") is None
     assert downloaded_sha256("\0") is None

@@ -1,5 +1,6 @@
 """`verify` of files with an index for Orbax: whatever Orbax would stumble over is a fault."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
+from orbax_safetensors.storage.local import LocalFile, LocalStore
 from tests.support import stock_orbax
 from tests.support.damage import damages
 from tests.support.files import random_bits, write
@@ -54,6 +56,38 @@ MAKE = {
     "a link in place": lambda path: (shutil.copytree(path.with_name("source"), path), link(path)),
     "type handler": by_type_handler,
 }
+
+
+@pytest.mark.parametrize("part", ["index", "files"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "{outside}", "d/../../outside", "", ".", "d//x", "d\\..\\..\\outside", "a\0"]
+)
+def test_a_note_that_names_what_is_outside_of_its_directory_is_not_followed(part, name, tmp_path, monkeypatch):
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"private")
+    path = tmp_path / "model"
+    ost.save(path, {"a": np.arange(6)}, index=True)
+    note = json.loads((path / NOTE_FILE).read_bytes())
+    note[part][name.format(outside=outside)] = {"nbytes": 7, "header_sha256": ""} if part == "files" else ""
+    (path / NOTE_FILE).write_text(json.dumps(note))
+    monkeypatch.setattr(LocalStore, "opened", lambda _, at: LocalFile(within(path, at)))
+    (fault,) = ost.verify(path, data=True)
+    assert f"{NOTE_FILE}: is not what a link or a save has written" in str(fault)
+
+
+def within(directory, path):
+    assert os.path.realpath(path).startswith(f"{os.path.realpath(directory)}/")
+    return path
+
+
+def test_no_digest_of_what_a_link_leads_to_is_told(tmp_path):
+    ost.save(tmp_path / "model", {"a": np.arange(6)}, index=True)
+    (tmp_path / "outside").write_bytes(b"private")
+    (tmp_path / "model" / "_METADATA").unlink()
+    (tmp_path / "model" / "_METADATA").symlink_to(tmp_path / "outside")
+    faults = str(ost.verify(tmp_path / "model"))
+    assert "_METADATA: has changed since the index was written" in faults
+    assert hashlib.sha256(b"private").hexdigest() not in faults
 
 
 @pytest.fixture(scope="module")
