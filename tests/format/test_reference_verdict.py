@@ -4,13 +4,13 @@ import fsspec
 import numpy as np
 import pytest
 import safetensors
+from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.format import reference_verdict
 from orbax_safetensors.format.header import PREFIX_BYTES, Header, header_length
 from orbax_safetensors.format.reference_verdict import check_by_reference
 from tests.support.crafted import ACCEPTED
-from tests.support.files import write_indexed
 from tests.support.strategies import file_of
 
 ONE = '{"%s":{"dtype":"%s","shape":[%d],"data_offsets":[0,%d]}}'
@@ -72,7 +72,8 @@ def test_a_limit_of_the_process_is_none(stub, error, caplog):
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_verify_finds_it_in_every_file(stub, tmp_path, remote):
-    write_indexed(tmp_path, [{"a": np.ones(2)}, {"b": np.ones(2)}])
+    for name in "ab":
+        save_file({name: np.ones(2)}, tmp_path / f"{name}.safetensors")
     path = tmp_path
     if remote:
         fsspec.filesystem("memory").put(str(tmp_path), "/verdict", recursive=True)
