@@ -3,8 +3,13 @@
 The model is restored into a sharded tree of float32, trained with optax, and saved with `like=`. The program then
 compares names, dtypes, files and config with the original, and tensors with the tree, by the `safetensors` package:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/finetune_and_save_like.py
+    python examples/finetune_and_save_like.py
 """
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import json
 import sys

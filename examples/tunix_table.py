@@ -3,8 +3,13 @@
 With Tunix installed, the table is `params._get_key_and_transform_mapping(config)` of one of its models, as it is. Here,
 a small model and its table are made on the spot:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/tunix_table.py
+    python examples/tunix_table.py
 """
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import re
 import tempfile

@@ -18,7 +18,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsOptions:
-    """How bytes are moved; `docs/options.md` has more on each option.
+    """How bytes are moved; the guide to options says more of each.
 
     If a default is None, it depends on the store that a path belongs to.
 

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import importlib.util
+import math
 import sys
 import threading
 import weakref
@@ -11,7 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
@@ -106,7 +107,7 @@ def test_a_transfer_that_fails_raises_where_it_is_waited_for(emulation, monkeypa
 
 
 def test_an_array_of_single_device_arrays_has_their_transfers(emulation):
-    sharding = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+    sharding = NamedSharding(Mesh(jax.devices()[:4], "x"), PartitionSpec("x"))
     with emulation.accelerator(digests=True):
         indices = sharding.addressable_devices_indices_map(WORDS.shape)
         parts = [jax.device_put(WORDS[index], device) for device, index in indices.items()]
@@ -122,7 +123,8 @@ def test_an_array_of_single_device_arrays_has_their_transfers(emulation):
 def test_the_package_restores_onto_it(emulation, tmp_path, spec):
     save_file({"a": np.ascontiguousarray(WORDS), "b": np.ascontiguousarray(WORDS[:8, :16])}, tmp_path / "a.safetensors")
     shape = (4, 2) if "y" in spec else (4,)
-    sharding = NamedSharding(jax.make_mesh(shape, ("x", "y")[: len(shape)]), PartitionSpec(*spec))
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    sharding = NamedSharding(Mesh(devices, ("x", "y")[: len(shape)]), PartitionSpec(*spec))
     wanted = {
         "a": jax.ShapeDtypeStruct(WORDS.shape, WORDS.dtype, sharding=sharding),
         "b": jax.ShapeDtypeStruct((8, 16), WORDS.dtype, sharding=sharding),

@@ -31,6 +31,7 @@ from orbax_safetensors.format.header import Header, fingerprint
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
+from orbax_safetensors.format.reference_verdict import check_by_reference
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.process_memory import no_collection
@@ -217,24 +218,35 @@ def _index(path: str, text: StoredText) -> Index:
     return index
 
 
-def read_usual(store: Store, path: str) -> Iterator[StoredFile | SafetensorsError]:
+def read_usual(store: Store, path: str, *, by_reference: bool) -> Iterator[StoredFile | SafetensorsError]:
     """Yield the only file in a directory that cannot be listed, a model or an adapter, or its error."""
     model, adapter = (posixpath.join(path, name) for name in (FILE_NAME, ADAPTER_NAME))
-    for file in read_files(store, [model]):
-        others = read_files(store, [adapter]) if isinstance(file, MissingError) else ()
+    for file in read_files(store, [model], by_reference=by_reference):
+        others = read_files(store, [adapter], by_reference=by_reference) if isinstance(file, MissingError) else ()
         yield next((other for other in others if not isinstance(other, MissingError)), file)
 
 
 def read_files(
-    store: Store, paths: Sequence[str], known: Mapping[str, StoredText] = MappingProxyType({})
+    store: Store,
+    paths: Sequence[str],
+    known: Mapping[str, StoredText] = MappingProxyType({}),
+    *,
+    by_reference: bool,
 ) -> Iterator[StoredFile | SafetensorsError]:
-    """Yield each file with its header, in their order, or its error; `known` are headers that need not be read."""
-    return read_all(store, paths, partial(_stored_file, known))
+    """Yield each file with its header, in their order, or its error; `known` are headers that need not be read.
+
+    If `by_reference`, the `safetensors` package checks each header that is read as well.
+    """
+    return read_all(store, paths, partial(_stored_file, known, by_reference))
 
 
-def _stored_file(known: Mapping[str, StoredText], store: Store, path: str) -> StoredFile:
+def _stored_file(known: Mapping[str, StoredText], by_reference: bool, store: Store, path: str) -> StoredFile:
     """Return a file whose header is valid: the known one, or if it is not, that of the file."""
     if path in known:
         with contextlib.suppress(HeaderError):  # of the record, perhaps, and not of the file
             return StoredFile.of(path, *known[path])
-    return StoredFile.of(path, *read_text(store, path))
+    stamp, text = read_text(store, path)
+    file = StoredFile.of(path, stamp, text)
+    if by_reference:
+        check_by_reference(file.header, text, file=path)
+    return file

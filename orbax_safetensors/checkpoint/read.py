@@ -60,7 +60,7 @@ def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) ->
 
     faults: list[SafetensorsError] = []
     try:
-        checkpoint = _read(path, storage_options, faults.append, use_record=False)
+        checkpoint = _read(path, storage_options, faults.append, examined=True)
     except StorageError:
         raise
     except SafetensorsError as fault:
@@ -73,14 +73,17 @@ def _read(
     storage_options: Mapping[str, Any] | None,
     report: Callable[[SafetensorsError], None],
     *,
-    use_record: bool = True,
+    examined: bool = False,
     shared_by: str | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint, and pass each fault to `report` that does not prevent looking for more."""
+    """Read a checkpoint, and pass each fault to `report` that does not prevent looking for more.
+
+    If `examined`, headers come from the files and not from a record, and the `safetensors` package checks them as well.
+    """
     store, path = store_of(path, storage_options)
     if store.is_local:
         recover(path)
-    found = checkpoint_files(store, path, report, use_record=use_record)
+    found = checkpoint_files(store, path, report, use_record=not examined)
     paths, index = found.paths, found.index
     files = []
     usual = found.assumed and paths != [path]
@@ -91,7 +94,11 @@ def _read(
     if shared_by is not None and unknown and not (usual or store.is_local):
         shared = shared_texts(store, unknown, shared_by)
         known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
-    for stored_or_fault in read_usual(store, path) if usual else read_files(store, paths, known):
+    if usual:
+        read = read_usual(store, path, by_reference=examined)
+    else:
+        read = read_files(store, paths, known, by_reference=examined)
+    for stored_or_fault in read:
         if found.assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):

@@ -36,7 +36,7 @@ Orbax checkpoint (an item, a step, or the latest of steps), in bounded memory.""
 
 _EPILOG = """\
 To Orbax, makes DESTINATION/STEP/items. orbax-safetensors plan --help explains
---spec. See docs/converting.md.
+--spec.
 
 examples:
   orbax-safetensors convert qwen3/ maxtext/ --to orbax --family maxtext

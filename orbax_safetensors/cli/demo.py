@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import socket
@@ -74,10 +73,6 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Restore `args.path`, or the installed weights, and write the picture to `args.output`."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise SafetensorsError(
-            "the demo compares with the safetensors package, which is not installed: pip install safetensors"
-        )
     path = place(args.path or installed_weights())
     page = Page(args.output)
     checkpoint = read_checkpoint(path)

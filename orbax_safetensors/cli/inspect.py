@@ -125,7 +125,7 @@ def _with_sums(unit: str, document: _Document, args: argparse.Namespace) -> _Doc
     """Return a document with numbers of its entries, which are its value of the key `unit`, parameters and bytes.
 
     They are those of each dtype, the one with the most bytes first, and those of all. With `--grep`, entries with other
-    names are left out before.
+    names are left out before; nothing in a document then speaks of what was left out.
     """
     if args.grep is not None:
         document |= {unit: [entry for entry in document[unit] if args.grep.search(_name(entry))]}
@@ -180,7 +180,10 @@ def _tensors(args: argparse.Namespace) -> _Document:
         "metadata": checkpoint.metadata,
     }
     document = _with_sums("tensors", document, args)
-    document["totals"]["files"] = len(checkpoint.files)
+    if args.grep is not None:
+        holding = {tensor["file"] for tensor in document["tensors"]}
+        document["files"] = [file for file in document["files"] if file["file"] in holding]
+    document["totals"]["files"] = len(document["files"])
     return document
 
 
@@ -206,9 +209,12 @@ def _show_tensors(document: _Document, output: Printer) -> Facts:
     )
     if output.for_people:
         counts = Counter(tensor["file"] for tensor in tensors)
+        nbytes: Counter[str] = Counter()
+        for tensor in tensors:
+            nbytes[tensor["file"]] += tensor["bytes"]
         output.table(
             ("file", "name", "tensors", "bytes"),
-            ((numbers[file["file"]], file["file"], counts[file["file"]], Size(file["bytes"])) for file in files),
+            ((number, file, counts[file], Size(nbytes[file])) for file, number in numbers.items()),
         )
     return [*_total_facts("tensors", document), ("files", len(files))]
 
@@ -218,7 +224,7 @@ def _leaves(args: argparse.Namespace) -> _Document:
     checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)
     made_of = {path: _stored_names(checkpoint, view) for path, view in checkpoint.leaves.items()}
     used = {name for names in made_of.values() for name in names}
-    unused = [name for name in checkpoint.tensors if name not in used]
+    unused = [name for name in checkpoint.tensors if name not in used and (args.grep is None or args.grep.search(name))]
     document: _Document = {
         "path": checkpoint.path,
         "family": full_name(checkpoint, args.family),
@@ -298,7 +304,7 @@ def _arrays(args: argparse.Namespace) -> _Document:
         ],
         "metadata": step.metadata,
     }
-    return _with_sums("arrays", document, args) | {"file_bytes": step.stored_bytes()}
+    return _with_sums("arrays", document, args) | {"file_bytes": step.stored_bytes() if args.grep is None else None}
 
 
 def _show_arrays(document: _Document, output: Printer) -> Facts:

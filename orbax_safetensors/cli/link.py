@@ -27,8 +27,7 @@ beside the index. The output calls them "made"."""
 _EPILOG = """\
 Without DESTINATION, writes the index beside the files. A DESTINATION that is
 an item of a step, as ROOT/0/state, also gets the step's record. The files
-must not change afterwards. orbax-safetensors plan --help explains --spec. See
-docs/link.md.
+must not change afterwards. orbax-safetensors plan --help explains --spec.
 
 examples:
   orbax-safetensors link qwen3/ qwen3-maxtext/ --family maxtext

@@ -43,8 +43,7 @@ publishes what changed between two of them.
 A PATH is a .safetensors file, a directory with such files, or a checkpoint of
 Orbax; on disk, at a URL (gs://, s3://, az://, https://), or on the Hugging
 Face Hub (hf://owner/name[@revision][/path]). Tables are drawn on a terminal;
-in a pipe they are tab-separated lines with exact numbers. docs/commands.md
-explains columns and JSON.
+in a pipe they are tab-separated lines with exact numbers.
 """
 
 _EXIT = """\

@@ -50,7 +50,7 @@ text {{ fill: #e4e7eb; }}
 .ground {{ fill: #1b2027; stroke: #3e4c59; }}
 }}
 </style>
-<rect class="ground" x="0.5" y="0.5" width="{width}" height="{height}" rx="8"/>
+<rect class="ground" x="0.5" y="0.5" width="{inner_width}" height="{inner_height}" rx="8"/>
 {shapes}
 </svg>
 """
@@ -264,7 +264,10 @@ def svg(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int, t
         cells(colours, 12)
         shapes.append(f'<text class="small" x="{left}" y="{y + 12}">{text}</text>')
         y += height + 4
-    return _SVG.format(width=left + _CELLS * width + 12, height=y + 10, shapes="\n".join(shapes))
+    right, bottom = left + _CELLS * width + 12, y + 10
+    # The border is a pixel wide, half of which lies outside of its rectangle.
+    inner = {"inner_width": right - 1, "inner_height": bottom - 1}
+    return _SVG.format(width=right, height=bottom, **inner, shapes="\n".join(shapes))
 
 
 def _rows(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> list[tuple[str, list[str]]]:

@@ -23,8 +23,7 @@ another mesh reads whole chunks or ranges."""
 
 _EPILOG = """\
 Safetensors become one file for each device of the mesh; without --mesh, they
-are laid out anew. orbax-safetensors plan --help explains --spec. See
-docs/converting.md.
+are laid out anew. orbax-safetensors plan --help explains --spec.
 
 examples:
   orbax-safetensors reshard maxtext/ for-16/ --mesh fsdp=16 \\

@@ -20,6 +20,7 @@ from orbax_safetensors.orbax_store.leaf import STRING
 # argparse leaves this text as it is.
 _DESCRIPTION = """\
 Checks every header, the size of every file, and the index against the files.
+The safetensors package reads every header as well.
 Prints a line for each fault and exits with 1, or one line that says OK and
 exits with 0. The format has no checksums, so this does not read data.
 

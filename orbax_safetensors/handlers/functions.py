@@ -29,7 +29,7 @@ def load(
     """Restore a directory of `.safetensors` files, or one file; each process reads the bytes of its own shards.
 
     ```python
-    mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.sharding.Mesh(jax.devices(), ("model",))
     params = ost.load("/models/qwen3", mesh, family="maxtext")  # MaxText's tree, sharded over the mesh
 
     params = ost.load("/models/llama", NamedSharding(mesh, P()))  # stored names, and the whole of each on every device

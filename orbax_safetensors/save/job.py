@@ -37,7 +37,7 @@ from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, avoiding
 from orbax_safetensors.geometry.crc import crc_of
 from orbax_safetensors.options import Progress
-from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE
+from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE, UNFINISHED
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.orbax_store.shardings import add_shardings
 from orbax_safetensors.save.contents import Contents, contents_of
@@ -218,7 +218,7 @@ class SaveJob:
         logger.info(
             "Saved %d tensors to %s: %d bytes written here in %d requests, %.2f s, %.2f GB/s",
             sum(len(self.layout.files[number][1].tensors) for number in self.numbers),
-            self.files.path,
+            self.files.path.replace(UNFINISHED, ""),  # which Orbax, or a forced save, has yet to rename
             writer.counters.nbytes,
             writer.counters.num_requests,
             seconds,

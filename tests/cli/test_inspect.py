@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.support import examples
 from tests.support.roots import TESTDATA
 
+MAXTEXT = ("--family", "maxtext")
 QWEN3 = TESTDATA / "maxtext" / "qwen3" / "hf"
 
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -107,6 +110,24 @@ def test_only_some_names(cli, model, pattern):
     assert found["totals"]["bytes"] == sum(MODEL[name].nbytes for name in wanted)
 
 
+def test_what_has_other_names_counts_nowhere(cli, directory, tmp_path, monkeypatch):
+    found = json.loads(cli("inspect", directory, "--grep", "layer.1", "--json").out)
+    assert found["totals"] == {"tensors": 1, "parameters": 96, "bytes": 192, "files": 1}
+    assert [file["file"] for file in found["files"]] == FILES[1:]
+    examples.make_models(tmp_path / "models")
+    for pattern, unused in (("norm", 0), ("inv_freq", 2)):
+        llama = json.loads(cli("inspect", tmp_path / "models" / "llama", *MAXTEXT, "--grep", pattern, "--json").out)
+        assert llama["totals"]["unused_tensors"] == len(llama["unused"]) == unused
+    stored = json.loads(cli("inspect", TESTDATA / "orbax" / "qwen3_unscanned", "--grep", "norm", "--json").out)
+    assert (bool(stored["arrays"]), stored["file_bytes"]) == (True, None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = cli("inspect", directory, "--grep", "kernel").out.splitlines()
+    assert [line.split()[2:] for line in lines if ".safetensors" in line] == [
+        ["1", "12.0", "KiB"],
+        ["1", "192", "Bytes"],
+    ]
+
+
 def test_sums_by_the_first_parts_of_names(cli, model):
     found = json.loads(cli("inspect", model, "--depth", "3", "--json").out)
     assert "tensors" not in found
@@ -123,7 +144,7 @@ def test_sums_by_the_first_parts_of_names(cli, model):
 
 
 def test_leaves_and_arrays_by_name(cli):
-    family = ("--family", "maxtext", "--variant", "scan_layers=false")
+    family = (*MAXTEXT, "--variant", "scan_layers=false")
     leaves = json.loads(cli("inspect", QWEN3, *family, "--grep", "mlp", "--json").out)
     assert leaves["leaves"]
     assert all("mlp" in leaf["path"] for leaf in leaves["leaves"])

@@ -168,6 +168,12 @@ def test_the_same_picture_as_svg(cli, tmp_path):
         "over-read",
         "nothing",
     }
+    right, bottom = map(float, root.get("viewBox").split()[2:])
+    for element in root.iter(f"{space}rect"):  # with half of the line around it
+        x, y, width, height = (float(element.get(name)) for name in ("x", "y", "width", "height"))
+        border = 0.5 * (element.get("class") == "ground")
+        assert 0 <= x - border < x + width + border <= right
+        assert 0 <= y - border < y + height + border <= bottom
     content = (tmp_path / "p.svg").read_text()
     assert "href" not in content
     assert "url(" not in content

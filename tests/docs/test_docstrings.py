@@ -37,6 +37,10 @@ def test_an_example_runs(example, name):
     example(name)
 
 
+def test_docstrings_name_no_files_that_a_wheel_lacks():
+    assert [name for name, value in PUBLIC.items() if ".md" in (value.__doc__ or "")] == []
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_example_of_an_error_raises_and_prints_it(example, name, capsys):
     example(name)

@@ -1,5 +1,6 @@
 """The examples of all pages run, Python and commands alike, in the order of the page."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).paren
 OF_THEIR_OWN |= {"own-families", "quantized", "tables"}  # test_families.py
 OF_THEIR_OWN |= {"own-formats"}  # test_own_formats.py
 # The tests below look at the results.
-CHECKED = {"converting.md", "how-it-works.md", "large-conversions.md", "restore.md"}
+CHECKED = {"converting.md", "how-it-works.md", "large-conversions.md", "quickstart.md", "restore.md"}
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
@@ -49,10 +50,7 @@ def of_page(tmp_path, models):
     ost.unregister()
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The default axis_types will change"),  # JAX before 0.9
-    pytest.mark.filterwarnings("ignore:Sharding info not provided"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
 def stored(directory):
@@ -100,6 +98,14 @@ def test_the_guide_to_restores(of_page, models, tmp_path):
     assert (tmp_path / "tuned" / "config.json").read_bytes() == (tmp_path / "qwen3" / "config.json").read_bytes()
 
 
+def test_the_quick_start_ends_in_other_logits(of_page, tmp_path):
+    """Their values are those of `transformers`: `tests/interop/test_logits.py`."""
+    names, _ = of_page("quickstart.md")
+    before, after = (names["logits"](names[params], names["jnp"].arange(5)) for params in ("params", "tuned"))
+    assert before.shape == after.shape == (5, 64)
+    assert stored(tmp_path / "same").keys() == stored(tmp_path / "qwen3").keys()
+
+
 def test_the_guide_to_conversions(of_page, tmp_path):
     of_page("converting.md")
     assert open_orbax(tmp_path / "unstacked").custom_metadata["scan_layers"] is False
@@ -116,6 +122,14 @@ def test_the_guide_to_conversions(of_page, tmp_path):
 def test_the_plan_of_a_large_conversion_makes_nothing(of_page, tmp_path):
     of_page("large-conversions.md")
     assert not (tmp_path / "planned").exists()
+
+
+def test_a_model_runs_on_the_meshes_of_examples():
+    """Those of pages and docstrings are looked at as they run, by `examples.run`."""
+    texts = {path.name: path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file()}
+    made = {name: re.findall(r"make_mesh\(.*", text) for name, text in texts.items()}
+    assert [call for calls in made.values() for call in calls if "AxisType.Auto" not in call] == []
+    assert any(made.values())
 
 
 def test_how_it_works_prints_what_it_shows(of_page, capsys):

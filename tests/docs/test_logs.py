@@ -91,7 +91,7 @@ def test_the_examples(tmp_path, metrics, records, mesh):
         restored,
     )
     assert re.fullmatch(
-        rf"Saved 2 tensors to {tmp_path}/\S+: {NBYTES} bytes written here in \d requests, {NUMBER} s, {NUMBER} GB/s",
+        rf"Saved 2 tensors to {tmp_path}/new: {NBYTES} bytes written here in \d requests, {NUMBER} s, {NUMBER} GB/s",
         saved,
     )
 

@@ -15,7 +15,6 @@ from tests.support.roots import ROOT
 PAGE = ROOT / "docs" / "saving.md"
 
 
-@pytest.mark.filterwarnings("ignore:The default axis_types will change")  # JAX before 0.9
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_the_examples(tmp_path):
     examples.make_models(tmp_path)

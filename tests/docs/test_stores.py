@@ -2,7 +2,6 @@
 
 import numpy as np
 import obstore
-import pytest
 
 from tests.support import examples
 from tests.support.roots import ROOT
@@ -10,7 +9,6 @@ from tests.support.roots import ROOT
 PAGE = ROOT / "docs" / "stores.md"
 
 
-@pytest.mark.filterwarnings("ignore:The default axis_types will change")  # JAX before 0.9
 def test_the_examples(tmp_path, hub, gcs, monkeypatch):
     models = examples.make_models(tmp_path)
     for name, value in hub.environment.items():

@@ -63,7 +63,6 @@ def test_tensors_that_are_written_in_several_requests_and_pieces(tmp_path, mesh)
     assert recorded(directory) == in_files(directory)
 
 
-@pytest.mark.filterwarnings("ignore:The default axis_types will change")  # JAX before 0.9
 def test_views_of_a_family(tmp_path, mesh):
     def model(config):
         return {"layers": stack([tensor(f"{number}.w", (24, 16)).T for number in range(6)], axis=1)}

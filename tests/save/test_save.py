@@ -162,11 +162,15 @@ def test_flushing(tmp_path, monkeypatch, fsync):
     assert len(headers) == 6  # the data of three files before any header, then the headers
 
 
-def test_one_line_is_logged(tmp_path, caplog):
+@pytest.mark.parametrize("force", [False, True])
+def test_one_line_is_logged(tmp_path, caplog, force):
+    if force:
+        ost.save(tmp_path / "new", TREE)
+    caplog.clear()
     with caplog.at_level("INFO", logger="orbax_safetensors"):
-        save(tmp_path, TREE)
+        ost.save(tmp_path / "new", TREE, force=force)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("orbax_safetensors")]
-    assert f"Saved 4 tensors to {tmp_path}: 45 bytes written here" in line
+    assert f"Saved 4 tensors to {tmp_path}/new: 45 bytes written here" in line
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, BF16, np.complex64], ids=str)
