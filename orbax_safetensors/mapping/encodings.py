@@ -25,7 +25,7 @@ _WORD_BITS = 32
 _BITS = (2, 4, 8)
 _LONGEST_BLOCK = 4096  # elements of bitsandbytes' longest block
 _MX_GROUP = 32  # elements that share an exponent, by OCP's specification
-_SAYS = {Role.ZERO: "its codes are asymmetric", Role.GROUP: "its groups are permuted"}
+_SAYS = {Role.ZERO: "codes are asymmetric", Role.GROUP: "groups are permuted"}
 
 
 def ended(name: str, ending: str, other: str) -> str:
@@ -234,13 +234,13 @@ class _Tensor:
 
     def _check_required(self, scheme: Scheme) -> None:
         """Raise `MappingError` if something is not stored that the config says to be there."""
-        for parameter in self.row.parameters:
-            if parameter.role in scheme.required - self.names.keys():
-                names = [ended(self.codes, self.row.codes, ending) for ending in parameter.endings]
-                raise MappingError(
-                    f"{self.codes!r}: expected {' or '.join(map(repr, names))} beside it, as quantization_config says "
-                    f"({_SAYS[parameter.role]}), found no such tensor"
-                )
+        for role in scheme.required - self.names.keys():
+            endings = [ending for each in self.row.parameters if each.role is role for ending in each.endings]
+            names = [repr(ended(self.codes, self.row.codes, ending)) for ending in endings]
+            raise MappingError(
+                f"{self.codes!r}: expected {' or '.join(names) or 'another format'}, because {_SAYS[role]} "
+                f"according to quantization_config, found {'no such tensor' if names else self.row.name}"
+            )
 
     def inputs(self) -> Quantized:
         """Return the tensor, whose rows are inputs."""
@@ -322,7 +322,7 @@ class _Tensor:
         groups = scale[0] if len(scale) == 2 else 0
         group = -(-inputs // groups) if groups else 0
         for scheme in self.settings.schemes:
-            if scheme.group is not None or scheme.strategy == "channel":
+            if scheme.kind == "int" and (scheme.group is not None or scheme.strategy == "channel"):
                 group = min(scheme.group or inputs, inputs)
         if scale != (groups, outputs) or group == 0 or -(-inputs // group) != groups:
             sized = f"{inputs} / {group}" if group else "groups"

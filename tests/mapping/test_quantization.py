@@ -349,6 +349,16 @@ def test_codes_beside_what_no_format_has_are_named_with_it(config, codes, beside
         quantization(config, stored)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [("a.B", (6, 8), "I32"), ("a.Qidxs", (6, 8), "I16"), ("a.trellis", (6, 8, 32), "I16"), ("a.q", (1, 2), "F4")],
+)
+def test_no_codes_of_an_unknown_method_are_plain(name, shape, dtype):
+    said = rf"{name!r}.*{dtype}.*expected quant_method .* found 'marlin'"
+    with pytest.raises(MappingError, match=said):
+        quantization({"quant_method": "marlin"}, {name: (shape, dtype), "a.s": ((6, 8), "F16")})
+
+
 PLAIN = {
     "vision.class_embedding": ((8,), "F32"),
     "vision.position_ids": ((1, 5), "I64"),
@@ -405,18 +415,19 @@ def fp8(scales, dtype="F32"):
         (
             ASYMMETRIC,
             PACKED,
-            "'a.weight_packed': expected 'a.weight_zero_point' beside it, .*asymmetric.* no such tensor",
+            "'a.weight_packed': expected 'a.weight_zero_point', .*asymmetric.* no such tensor",
         ),
-        (PERMUTED, PACKED, "'a.weight_packed': expected 'a.weight_g_idx' beside it, .*permuted.* no such tensor"),
+        (PERMUTED, PACKED, "'a.weight_packed': expected 'a.weight_g_idx', .*permuted.* no such tensor"),
         (
             GPTQ,
             {name: facts for name, facts in GPTQ_STORED.items() if name != "a.g_idx"},
-            "'a.qweight': expected 'a.g_idx' beside it, .* no such tensor",
+            "'a.qweight': expected 'a.g_idx', .*permuted.* no such tensor",
         ),
         (GPTQ | {"group_size": -1}, GPTQ_STORED, r"'a.scales': expected shape \(64 / 64, 16\) .* found \(2, 16\)"),
         (FP8, fp8(()), r"'a.weight_scale': expected \(2, 2\) for blocks of 128 x 128 .* found shape \(\)"),
         (FP8, fp8((256, 1)), r"expected \(2, 2\) for blocks of 128 x 128 .* found shape \(256, 1\)"),
         (compressed(strategy="tensor"), fp8((256, 1)), r"expected .*\(1,\).* for the tensor .* found shape \(256, 1\)"),
+        (compressed(symmetric=False), fp8((256, 1)), "'a.weight': expected another format, .*asymmetric.*, found fp8"),
         (compressed(), fp8((1,)), r"expected \(256, 1\) .* for rows .* found shape \(1,\)"),
         (
             compressed(strategy="group", group_size=64),
