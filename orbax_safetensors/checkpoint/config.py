@@ -25,6 +25,9 @@ _MAX_CONFIG_BYTES = 4 * 2**20
 _MODELOPT_NAME, _GPTQ_NAME = "hf_quant_config.json", "quantize_config.json"
 QUANTIZATION_NAMES = (_MODELOPT_NAME, _GPTQ_NAME)
 
+# What a model computes in; a config may say anything.
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
 # The key of `transformers`, and that of `compressed-tensors` in older files.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
@@ -111,16 +114,27 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
-    """Return the dtype in which the model's tensors are stored, by its config, or `otherwise`."""
+    """Return the dtype in which the model's tensors are stored, by its config, or `otherwise`; see `config_dtype`."""
     return otherwise if (dtype := config_dtype(config)) is None else dtype
 
 
 def config_dtype(config: Mapping[str, Any]) -> np.dtype | None:
-    """Return the dtype that a config names, or that of its text model; None if it names none."""
+    """Return the dtype that a config names, or that of its text model; None if it names none.
+
+    A dict has a dtype for each part of the model, and that of all others under "". Raises `MappingError` if it is not a
+    floating type of 16 bits or more.
+    """
     text = config.get("text_config")
     parts = (config, text if isinstance(text, Mapping) else {})
     name = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    if isinstance(name, Mapping):
+        name = name.get("text_config", name.get(""))
+    if name is None:
+        return None
     try:
-        return np.dtype(name) if name else None
-    except TypeError:
-        raise MappingError(f"config.json: dtype {name!r} is not one that tensors can have") from None
+        found = np.dtype(name).name if isinstance(name, str) else None
+    except (TypeError, ValueError):
+        found = None
+    if found not in _FLOATS:
+        raise MappingError(f"config.json: expected dtype {', '.join(_FLOATS)}, found {shown(name)}")
+    return np.dtype(found)

@@ -226,7 +226,7 @@ def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequ
     if dequantize == "split":
         beside = {name for quantized in encoded.tensors.values() for name in quantized.parameters}
         return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | beside)
-    if dequantize:
+    if encoded.tensors:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
     return _Decoded(checkpoint, encoded, encoded.unused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from orbax_safetensors.mapping.formats import EXPONENTS
 from orbax_safetensors.mapping.quantization import CODE_DTYPES, Quantization, quantization
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 from orbax_safetensors.options import Dequantize
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_READ = 2**16  # of a tensor that describes another
 # The dtypes of codes by what they mean.
@@ -57,6 +60,8 @@ def quantized_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
         return checkpoint.read(name, _LONGEST_READ)
 
     encoded = quantization(settings, facts, read)
+    if encoded.fault:
+        logger.warning("%s: %s; it has no codes, and is read as a plain checkpoint", checkpoint.path, encoded.fault)
     for quantized in encoded.tensors.values():
         for name in quantized.stored:
             if len(checkpoint[name].pieces) > 1:
@@ -69,7 +74,7 @@ def stores_codes(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], config
     facts = {name: (shape, from_numpy(dtype).name) for name, (dtype, shape) in tensors.items()}
     try:
         return bool(quantization(quantization_config(config), facts).tensors)
-    except MappingError:  # of a method that has no decoder here
+    except MappingError:  # of a format that has no decoder here
         return any(not is_float(dtype) or dtype.itemsize == 1 for dtype, _ in tensors.values())
 
 
@@ -121,6 +126,7 @@ def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoin
     quantized: dict[str, Quantized] = {}
     tensors = dict(checkpoint.tensors)
     for name, tensor in encoded.tensors.items():
+        tensor = _without_order(checkpoint, tensor)
         encoding = tensor.encoding
         scale, *others = encoding.parameters
         is_stored = encoding.values == checkpoint[tensor.codes].stored_dtype.name
@@ -145,6 +151,24 @@ def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoin
                 joint = Encoding(scale.grid, 8, "F8_E4M3", (replace(parameter, block=scale.grid),))
                 quantized[tensor.scales] = _alone(tensor, tensor.scales, joint, np.float32, (stored,))
     return replace(checkpoint, tensors=tensors, quantized=quantized)
+
+
+def _without_order(checkpoint: Checkpoint, tensor: Quantized) -> Quantized:
+    """Return a tensor without a group index that says what the groups' order says; raise `MappingError` if it does not.
+
+    An index that selects groups stays.
+    """
+    encoding, scale = tensor.encoding, tensor.encoding.parameters[0]
+    index = tensor.parameter(Role.GROUP)
+    if index is None or 0 in scale.block:
+        return tensor
+    name, parameter = index
+    stored = np.frombuffer(checkpoint.read(name, checkpoint[name].nbytes), parameter.dtype.numpy)
+    if (stored.reshape(parameter.grid) != np.arange(parameter.grid[0])[:, None] // scale.block[0]).any():
+        raise MappingError(f"{name!r}: permutes groups, and desc_act of quantization_config says that they are not")
+    kept = tuple([each for each in encoding.parameters if each is not parameter])
+    names = tuple([each for each in tensor.parameters if each != name])
+    return tensor._replace(parameters=names, encoding=replace(encoding, parameters=kept))
 
 
 def _alone(tensor: Quantized, name: str, encoding: Encoding, dtype: Any, parameters: tuple[str, ...] = ()) -> Quantized:

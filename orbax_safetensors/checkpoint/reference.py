@@ -163,8 +163,10 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
         model_files = replace(model_files, config=stored_config).plain()
     if config is not None:
         model_files = replace(model_files, config=config)
-    dtype = stored_dtype(stored_config, checkpoint.decoded_dtype)
-    source = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
+    source = checkpoint
+    if encoded.tensors:
+        dtype = stored_dtype(stored_config, checkpoint.decoded_dtype)
+        source = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
     return Reference(
         _as_saved(source, encoded.unused),
         source,

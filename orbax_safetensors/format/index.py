@@ -16,7 +16,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
 _FILE_SUFFIX = ".safetensors"
-_TOTAL_SIZE = "total_size"
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Index:
     """The facts of an index. The constructor checks them, so that no file name leads out of the directory.
 
     weight_map: tensor name -> plain name of a file beside the index.
-    metadata: free, except for `total_size`.
+    metadata: free; nothing depends on it.
 
     Raises IndexFileError, without the index's name, which only `parse` knows.
     """
@@ -42,9 +41,6 @@ class Index:
             if type(name) is not str or name not in checked:
                 check_file_name(name, file=f"weight_map: tensor {shown(tensor)}")
                 checked.add(name)
-        size = self.metadata.get(_TOTAL_SIZE, 0)
-        if not (type(size) is int or (type(size) is float and size.is_integer())) or size < 0:
-            raise IndexFileError(f"metadata: expected a whole number of bytes as {_TOTAL_SIZE}, found {shown(size)}")
         # Read-only copies: checked values stay as they were.
         object.__setattr__(self, "weight_map", MappingProxyType(dict(self.weight_map)))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
@@ -65,7 +61,8 @@ class Index:
                 raise IndexFileError("is of a save or a conversion that is at work, or was interrupted")
             if "weight_map" not in document:
                 raise IndexFileError("expected a weight_map, found none")
-            return cls(document["weight_map"], document.get("metadata", {}))
+            metadata = document.get("metadata")
+            return cls(document["weight_map"], metadata if isinstance(metadata, dict) else {})
         except ValueError as error:  # IndexFileError is a subclass
             raise IndexFileError(f"{file}: {error}") from error
 

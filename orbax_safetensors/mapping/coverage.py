@@ -128,7 +128,7 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
         parts = pieces.get(name, {}).values()
         used = sum(prod(map(extent, piece.dims)) for part in parts for piece in part)
         twice = any(len(part) > 1 and not _are_disjoint(part, prod(shape)) for part in parts)
-        if used == prod(shape) and parts and not twice:
+        if used == prod(shape) and (parts or not used) and not twice:
             continue
         if used <= prod(shape) and not twice and any(pattern.fullmatch(name) for pattern in patterns):
             continue

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.geometry.encoding import Encoding, Order, Parameter, Role
-from orbax_safetensors.mapping.formats import Format, Layout
+from orbax_safetensors.mapping.formats import EXPONENTS, Format, Layout
+from orbax_safetensors.mapping.quantization_config import Scheme, Settings
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 
 StoredTypes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype as spelled in a header
@@ -23,24 +24,8 @@ Read = Callable[[str], bytes]  # the data of a small tensor by its name
 _WORD_BITS = 32
 _BITS = (2, 4, 8)
 _LONGEST_BLOCK = 4096  # elements of bitsandbytes' longest block
-
-
-class Settings(NamedTuple):
-    """What a config says.
-
-    Attributes:
-      method: None if there is no config.
-      block: rows and columns that share a scale.
-      schemes: pairs of the bits of an integer code and the elements of a group, -1 for a whole row.
-      zero_added: to each field of a word of GPTQ's zero points.
-      in_order: whether no groups are permuted; None if it does not say.
-    """
-
-    method: str | None = None
-    block: tuple[int, int] | None = None
-    schemes: frozenset[tuple[int, int]] = frozenset()
-    zero_added: int = 1
-    in_order: bool | None = None
+_MX_GROUP = 32  # elements that share an exponent, by OCP's specification
+_SAYS = {Role.ZERO: "codes are asymmetric", Role.GROUP: "groups are permuted"}
 
 
 def ended(name: str, ending: str, other: str) -> str:
@@ -115,7 +100,7 @@ class _Tensor:
         kept = (*found[:-1], columns)
         values = row.values.format(bits=bits)
         grouped = Role.GROUP in self.names and Role.SCALE in self.names
-        block = self._block(kept)
+        block = self._block(kept, bits)
         parameters = []
         for role in self.names:
             dtype, at = self.dtypes[role], self.shapes[role]
@@ -153,19 +138,20 @@ class _Tensor:
             return row.bits, found[-1] * word_bits // row.bits
         scale = self.shapes[Role.SCALE]
         groups = scale[-1] if len(scale) == 2 else 1
-        candidates = set()
-        for bits, group in self.settings.schemes or {(bits, -1) for bits in _BITS}:
+        candidates: set[tuple[int, int]] = set()
+        said = {(scheme.bits, scheme.group) for scheme in self.settings.schemes if scheme.kind == "int"}
+        for bits, group in said or {(bits, None) for bits in _BITS}:
             if bits not in _BITS:
                 raise MappingError(
                     f"{self.codes!r}: expected codes of {_BITS} bits, found {bits} in quantization_config"
                 )
             per_word = _WORD_BITS // bits
-            if group > 0 and (found[-1] - 1) * per_word < groups * group <= found[-1] * per_word:
-                candidates.add((bits, groups * group))
-            elif group <= 0:
+            if group is None:
                 candidates.update(
                     (bits, columns) for columns in range((found[-1] - 1) * per_word + 1, found[-1] * per_word + 1)
                 )
+            elif (found[-1] - 1) * per_word < groups * group <= found[-1] * per_word:
+                candidates.add((bits, groups * group))
         if len(candidates) == 1:
             return candidates.pop()
         name = ended(self.codes, row.codes, row.facts[0])
@@ -185,47 +171,76 @@ class _Tensor:
             raise MappingError(f"{name!r}: expected two integers, the shape of {self.name!r}, found {len(data)} bytes")
         return tuple(np.frombuffer(data, f"<i{len(data) // 2}").tolist())
 
-    def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return how many rows and columns share a scale, according to the shape of the scales."""
+    def _block(self, shape: tuple[int, ...], bits: int) -> tuple[int, int]:
+        """Return how many rows and columns share a scale, according to the shape of the scales and the config."""
+        found = self.shapes[Role.SCALE]
+        expected = {}
+        fitting = []
+        for scheme in self._schemes(bits):
+            what, block, shapes = self._shared(scheme, shape)
+            expected[what] = shapes
+            if found in shapes:
+                fitting.append((scheme, block))
+        for scheme, block in fitting:
+            if scheme.required <= self.names.keys():
+                return min(block[0], shape[-2]), min(block[1], shape[-1])
+        if fitting:
+            self._check_required(fitting[0][0])
+        texts = [f"{' or '.join(map(str, shapes)) or 'none'} for {what}" for what, shapes in expected.items()]
+        missing = "" if self.settings.schemes or self.row.group else "; quantization_config has no block size"
+        raise MappingError(
+            f"{self.names[Role.SCALE]!r}: expected {', '.join(texts)} of {self.codes!r} of shape {self.found}, "
+            f"found shape {found}{missing}"
+        )
+
+    def _schemes(self, bits: int) -> list[Scheme]:
+        """Return what the config says of codes like these, or everything that there is if it does not say anything."""
+        kind = "float" if self.row.values.endswith(("F4", "F8_E4M3")) else "int"
+        said = self.settings.of(kind, bits)
+        if size := self.row.group:
+            groups = {scheme.group for scheme in said} - {None}
+            if groups and size not in groups:
+                raise MappingError(
+                    f"{self.codes!r}: expected groups of {' or '.join(map(str, groups))}, as in quantization_config, "
+                    f"found {self.row.name}, which has groups of {size}"
+                )
+            return [Scheme(kind, bits, "group", size)]
+        if said:
+            return said
+        grouped = ["group"] if kind == "int" or self.dtypes[Role.SCALE].name in EXPONENTS else []
+        return [Scheme(kind, bits, strategy) for strategy in ("channel", "tensor", *grouped)]
+
+    def _shared(self, scheme: Scheme, shape: tuple[int, ...]) -> tuple[str, tuple[int, int], list[tuple[int, ...]]]:
+        """Return what shares a scale in words, its rows and columns, and the shapes that scales may then have."""
         *leading, rows, columns = shape
-        block, group, found = self.settings.block, self.row.group, self.shapes[Role.SCALE]
-        fitting: dict[str, tuple[tuple[int, int], list[tuple[int, ...]]]] = {}
-        if group is not None:
-            fitting[f"groups of {group}"] = (
-                (1, group),
-                [(*leading, rows, columns // group)] if columns % group == 0 else [],
-            )
-        else:
-            if block is not None:
+        match scheme.strategy:
+            case "tensor":
+                return "the tensor", (rows, columns), [] if leading else [(), (1,), (1, 1)]
+            case "channel":
+                return "rows", (1, columns), [(*leading, rows, 1), (*leading, rows)]
+            case "block":
+                block = scheme.block
                 high, wide = -(-rows // block[0]), -(-columns // block[1])
                 shapes = [(*leading, high, wide)]
                 if self.settings.method == "modelopt":
                     shapes.append((*leading, high, 1, wide, 1))
-                fitting[f"blocks of {block[0]} x {block[1]}"] = (block, shapes)
-            fitting["rows"] = ((1, columns), [(*leading, rows, 1), (*leading, rows)])
-            if not leading:
-                fitting["the tensor"] = ((rows, columns), [(), (1,), (1, 1)])
-            for size in self._groups(shape):
-                fitting[f"groups of {size}"] = ((1, size), [(*leading, rows, columns // size)])
-        for chosen, shapes in fitting.values():
-            if found in shapes:
-                return min(chosen[0], rows), min(chosen[1], columns)
-        expected = ", ".join(
-            f"{' or '.join(map(str, shapes)) or 'none'} for {what}" for what, (_, shapes) in fitting.items()
-        )
-        missing = "; quantization_config has no block size" if block is None and group is None else ""
-        raise MappingError(
-            f"{self.names[Role.SCALE]!r}: expected {expected} of {self.codes!r} of shape {self.found}, "
-            f"found shape {found}{missing}"
-        )
+                if high == wide == 1 and not leading:
+                    shapes += [(1,), ()]
+                return f"blocks of {block[0]} x {block[1]}", block, shapes
+        size = scheme.group or _MX_GROUP
+        if scheme.group is None and self.row.bits is None:
+            size = columns // max(self.shapes[Role.SCALE][-1:] or (1,)) or 1
+        return f"groups of {size}", (1, size), [] if columns % size else [(*leading, rows, columns // size)]
 
-    def _groups(self, shape: tuple[int, ...]) -> Iterator[int]:
-        """Yield sizes that groups of a row may have: those of the config, else any for integers and exponents."""
-        found, columns = self.shapes[Role.SCALE], shape[-1]
-        sizes = {group for _, group in self.settings.schemes if group > 0}
-        if not sizes and (self.row.bits is None or self.dtypes[Role.SCALE].name in ("U8", "F8_E8M0")):
-            sizes = {columns // found[-1]} if found and found[-1] else set()
-        return (size for size in sorted(sizes) if size and columns % size == 0)
+    def _check_required(self, scheme: Scheme) -> None:
+        """Raise `MappingError` if something is not stored that the config says to be there."""
+        for role in scheme.required - self.names.keys():
+            endings = [ending for each in self.row.parameters if each.role is role for ending in each.endings]
+            names = [repr(ended(self.codes, self.row.codes, ending)) for ending in endings]
+            raise MappingError(
+                f"{self.codes!r}: expected {' or '.join(names) or 'another format'}, because {_SAYS[role]} "
+                f"according to quantization_config, found {'no such tensor' if names else self.row.name}"
+            )
 
     def inputs(self) -> Quantized:
         """Return the tensor, whose rows are inputs."""
@@ -268,6 +283,8 @@ class _Tensor:
         inputs = rows * per_word
         groups, group = self._input_groups(inputs, outputs)
         self._expect(Role.ZERO, (groups, zeros[1]))
+        for scheme in self.settings.of("int", bits):
+            self._check_required(scheme)
         permuted = Role.GROUP in self.names and not self.settings.in_order
         if not permuted and group % per_word:
             raise MappingError(
@@ -281,7 +298,6 @@ class _Tensor:
         ]
         if Role.GROUP in self.names:
             self._expect(Role.GROUP, (inputs,))
-        if permuted:
             parameters.append(Parameter(Role.GROUP, self.dtypes[Role.GROUP], (rows, per_word), (1, 0)))
         values = self.row.values.format(bits=bits)
         encoding = self._encoding((rows, outputs * per_word), bits, values, parameters, rows_in_word=per_word)
@@ -294,7 +310,7 @@ class _Tensor:
         return self.found[0], self.found[1]
 
     def _check_bits(self, bits: int) -> None:
-        said = {number for number, _ in self.settings.schemes}
+        said = {scheme.bits for scheme in self.settings.schemes if scheme.kind == "int"}
         if said and bits not in said:
             raise MappingError(
                 f"{self.codes!r}: expected codes of {shown(said)} bits, as in quantization_config, found {bits}"
@@ -303,11 +319,11 @@ class _Tensor:
     def _input_groups(self, inputs: int, outputs: int) -> tuple[int, int]:
         """Return how many groups of inputs there are, and the inputs of each."""
         scale = self.shapes[Role.SCALE]
-        sizes = {group for _, group in self.settings.schemes}
         groups = scale[0] if len(scale) == 2 else 0
         group = -(-inputs // groups) if groups else 0
-        if any(size > 0 for size in sizes):
-            group = min(max(sizes), inputs)
+        for scheme in self.settings.schemes:
+            if scheme.kind == "int" and (scheme.group is not None or scheme.strategy == "channel"):
+                group = min(scheme.group or inputs, inputs)
         if scale != (groups, outputs) or group == 0 or -(-inputs // group) != groups:
             sized = f"{inputs} / {group}" if group else "groups"
             raise MappingError(

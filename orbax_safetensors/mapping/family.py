@@ -58,9 +58,10 @@ def tensor(name: str, shape: Sequence[int]) -> View:
 
     While a checkpoint is opened or saved, the result is the checkpoint's tensor, and the shape is checked.
     """
-    if not all(shape):
+    stored = _stored.get()
+    if not all(shape) and (stored.shapes or {}).get(name) != tuple(shape):
         raise MappingError(f"{name!r} of shape {tuple(shape)} has no elements")
-    return _stored.get().bind(name, tuple(shape))
+    return stored.bind(name, tuple(shape))
 
 
 def stored_shapes() -> Shapes:

@@ -12,30 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.header import shown
 from orbax_safetensors.geometry.encoding import Role
-from orbax_safetensors.mapping.encodings import Read, Settings, StoredTypes, ended
+from orbax_safetensors.mapping.encodings import Read, StoredTypes, ended
 from orbax_safetensors.mapping.encodings import quantized as encoded
 from orbax_safetensors.mapping.formats import FORMATS, Format, Layout
+from orbax_safetensors.mapping.quantization_config import Settings, settings_of
 from orbax_safetensors.mapping.quantized_tensor import Quantized
+from orbax_safetensors.mapping.unknown_codes import INTEGER_CODES, is_known, looks_coded, pairs, refusal
 
-_METHODS = (
-    "fp8",
-    "fbgemm_fp8",
-    "mxfp8",
-    "mxfp4",
-    "compressed-tensors",
-    "modelopt",
-    "quark",
-    "awq",
-    "gptq",
-    "bitsandbytes",
+# What quantised activations and caches need, and a model without quantisation does not have.
+_UNUSED = re.compile(
+    r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))(?:_cache)?(?:_global)?_(?:scale|zero_point)(?:_ub)?"
+    "|qscale_act"
 )
-# Methods with versions that store codes in other ways: the key of the version, and those that are known.
-_VERSIONS = {"awq": ("version", ("gemm",)), "gptq": ("checkpoint_format", ("gptq", "gptq_v2"))}
-# Scales of quantised activations and caches, which a model without quantisation does not have.
-_UNUSED = re.compile(r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))(?:_global)?_scale(?:_ub)?|qscale_act")
-_SQUARE = (128, 128)  # the blocks of ModelOpt, whose configs do not say it
+# Integers that models also have without quantisation.
+_COUNTS = re.compile(r"(?:mask|ids?|index|indices|bias|table|tokens?|positions?)$")
 
 
 @dataclass(frozen=True)
@@ -45,20 +36,26 @@ class Quantization:
     Attributes:
       tensors: quantised tensors by their names without quantisation. The codes of an fp8 tensor have the same name.
       unused: names of stored tensors that only quantised computation needs, or that describe codes.
+      fault: what is wrong with the config of a checkpoint whose tensors are all plain.
     """
 
     tensors: Mapping[str, Quantized]
     unused: frozenset[str] = frozenset()
+    fault: str = ""
 
 
 def quantization(config: Mapping[str, Any] | None, stored: StoredTypes, read: Read | None = None) -> Quantization:
     """Return the quantised tensors among all stored tensors of a checkpoint.
 
     `config` is the checkpoint's `quantization_config`, or None if it has none; `read` returns the data of a tensor. It
-    is called for the few formats whose shapes leave something open. Raises `MappingError` if the method is unknown, or
-    if codes and what is beside them do not fit each other.
+    is called for the few formats whose shapes leave something open. Raises `MappingError` if there are codes of an
+    unknown method or format, and if codes, what is beside them and the config do not fit each other.
     """
-    settings = _settings(config)
+    try:
+        settings = settings_of(config)
+    except MappingError as error:
+        _check_all_plain(stored, error)
+        return Quantization({}, fault=str(error))
     tensors: dict[str, Quantized] = {}
     taken: set[str] = set()
     unused: set[str] = set()
@@ -89,11 +86,16 @@ def quantization(config: Mapping[str, Any] | None, stored: StoredTypes, read: Re
             taken.update(tensor.stored, names.values())
             unused.update(fact for end in row.facts if (fact := ended(codes, row.codes, end)) in stored)
     if settings.method is not None or tensors:
-        unused.update(name for name in stored if _UNUSED.fullmatch(name.rpartition(".")[2]))
-    if settings.method is not None:
-        for name in stored:
-            if name not in taken and name not in unused:
-                _check_plain(name, stored)
+        unused.update(filter(_is_unused, stored))
+    left = [name for name, (shape, _) in stored.items() if name not in taken and name not in unused and 0 not in shape]
+    suspects = pairs(stored, left, tensors.values())
+    if foreign := [pair for pair in suspects if not (is_known(pair) or _is_unused(pair.beside))]:
+        raise MappingError(refusal(foreign[0], stored))
+    if settings.method is not None or tensors or suspects or any(name.endswith(_CODES) for name in left):
+        for name in sorted(left, key=lambda name: looks_coded(name, stored)):  # parameters say more than codes do
+            _check_plain(name, stored)
+    if suspects:
+        raise MappingError(refusal(suspects[0], stored))
     return Quantization(tensors, frozenset(unused | (taken - {n for q in tensors.values() for n in q.stored})))
 
 
@@ -101,60 +103,24 @@ _BY_DTYPE: dict[str, list[Format]] = {}
 for _row in FORMATS:
     for _dtype in _row.dtypes:
         _BY_DTYPE.setdefault(_dtype, []).append(_row)
+_CODES = tuple({row.codes for row in FORMATS if row.codes.startswith(".")} - {".weight"})  # of nothing but codes
 CODE_DTYPES = frozenset(_BY_DTYPE)  # a checkpoint without any of these has no quantised tensors
 
 
-def _settings(config: Mapping[str, Any] | None) -> Settings:
-    if config is None:
-        return Settings()
-    if not isinstance(config, Mapping):
-        raise MappingError(f"quantization_config: expected an object, found {shown(config)}")
-    method = config.get("quant_method")
-    if method not in _METHODS:
-        raise MappingError(f"quantization_config: expected quant_method {', '.join(_METHODS)}, found {shown(method)}")
-    block, schemes = config.get("weight_block_size"), []
-    if method == "compressed-tensors":
-        try:
-            weights = [group["weights"] for group in config["config_groups"].values() if group.get("weights")]
-            blocks = [weight["block_structure"] for weight in weights if weight.get("block_structure")]
-            schemes = [(each["num_bits"], each.get("group_size") or -1) for each in weights if each["type"] == "int"]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise MappingError(f"quantization_config: is not valid for compressed-tensors: {error!r}") from error
-        if any(found != blocks[0] for found in blocks):
-            raise MappingError(f"quantization_config: expected one block_structure, found {shown(blocks)}")
-        block = blocks[0] if blocks else None
-    elif method in ("awq", "gptq"):
-        schemes = [(config.get("bits", 4), config.get("group_size", -1))]
-    if not all(type(number) is int for scheme in schemes for number in scheme):
-        raise MappingError(f"quantization_config: expected integers as bits and group_size, found {shown(schemes)}")
-    if method == "modelopt" and block is None:
-        block = _SQUARE
-    version = _checked_version(method, config)
-    order = config.get("desc_act")
-    return Settings(
-        method, _checked_block(block), frozenset(schemes), version != "gptq_v2", None if order is None else not order
-    )
+def _is_unused(name: str) -> bool:
+    return _UNUSED.fullmatch(name.rpartition(".")[2]) is not None
 
 
-def _checked_version(method: str, config: Mapping[str, Any]) -> str | None:
-    """Return the version of a format that a config names; raise `MappingError` if it stores codes in another way."""
-    key, known = _VERSIONS.get(method, ("", ()))
-    version = config.get(key)
-    if version is not None and not (isinstance(version, str) and version.lower() in known):
-        raise MappingError(f"quantization_config: expected {key} {' or '.join(known)}, found {shown(version)}")
-    return None if version is None else version.lower()
-
-
-def _checked_block(block: Any) -> tuple[int, int] | None:
-    if block is None:
-        return None
-    if (
-        not isinstance(block, list | tuple)
-        or len(block) != 2
-        or not all(type(size) is int and size > 0 for size in block)
-    ):
-        raise MappingError(f"quantization_config: expected a block size of two positive integers, found {shown(block)}")
-    return block[0], block[1]
+def _check_all_plain(stored: StoredTypes, error: MappingError) -> None:
+    """Raise `MappingError` if some stored tensors are codes, of a checkpoint whose config is not understood."""
+    left = [name for name, (shape, _) in stored.items() if 0 not in shape and not _is_unused(name)]
+    if suspects := pairs(stored, left, ()):
+        raise MappingError(f"{refusal(suspects[0], stored)}; {error}") from error
+    for name in left:
+        shape, dtype = stored[name]
+        is_packed = dtype in INTEGER_CODES and len(shape) > 1 and _COUNTS.search(name) is None
+        if is_packed or looks_coded(name, stored):
+            raise MappingError(f"{name!r}: expected plain values, found {dtype} of shape {shape}; {error}") from error
 
 
 def _names(row: Format, codes: str, stored: StoredTypes) -> dict[Role, str] | None:
@@ -219,6 +185,8 @@ def _check_codes(codes: str, stored: StoredTypes) -> None:
     if row is None or (not counts[row] and row.codes == ".weight"):
         if dtype.startswith("F8_"):
             raise MappingError(f"{codes!r}: expected codes in F8_E4M3, found {dtype}")
+        if looks_coded(codes, stored):
+            raise MappingError(f"{codes!r} is {dtype}: expected plain values, or its scales, found no such tensor")
         return
     for parameter in row.parameters:
         names = [ended(codes, row.codes, ending) for ending in parameter.endings]

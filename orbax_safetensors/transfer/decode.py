@@ -157,11 +157,17 @@ def _held(encoding: Encoding, parameter: Parameter, area: Area, patch: Patch, st
 def _check_groups(encoding: Encoding, area: Area, held: dict[Role, _Held]) -> None:
     """Raise `TensorMismatchError` if a group index selects a group that there is not.
 
-    An index of -1 everywhere selects none: groups are then in the order of the columns.
+    An index of -1 everywhere selects none: groups are then in the order of the columns. An index that is not needed,
+    because the config says that groups are in the order of the inputs, has to be in this order.
     """
     index = held[Role.GROUP].entries
     for role in {Role.SCALE, Role.ZERO} & held.keys():
         term = held[role]
+        if term.rows is not None and term.columns is not None:  # nothing is selected, so the index has to say the same
+            height = next(each.block[0] for each in encoding.parameters if each.role is role)
+            if (index[held[Role.GROUP].rows] != (area.rows // height)[:, None]).any():
+                raise TensorMismatchError("its group index permutes groups: expected desc_act true in its config")
+            continue
         groups = term.entries.shape[0 if term.rows is None else 1]
         if term.rows is not None and (index == -1).all():
             size = next(each.grid[1] for each in encoding.parameters if each.role is Role.GROUP)

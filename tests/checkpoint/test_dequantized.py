@@ -17,11 +17,11 @@ from tests.support.quantized_layers import (
     EXPERTS,
     F8,
     FAMILY,
-    FP8,
     GRIDS,
     HIDDEN,
     LAYERS,
     WIDTH,
+    config_of,
     in_tree,
     quantized,
     same,
@@ -43,7 +43,7 @@ def model(request, tmp_path, rng):
     stored, plain = quantized(rng, shape, expand)
     # Scales in other files than their codes.
     write_indexed(tmp_path, [{n: a for n, a in stored.items() if n.endswith(end)} for end in ("weight", "inv")])
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config_of(request.param)}))
     return tmp_path, in_tree({name: array.astype(BF16) for name, array in plain.items()}), in_tree(plain)
 
 
@@ -92,7 +92,8 @@ class TestFp8:
     @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
     def test_a_config_for_the_text_says_it_too(self, model, key):
         directory, wanted, _ = model
-        (directory / "config.json").write_text(json.dumps({"text_config": {key: FP8}}))
+        config = json.loads((directory / "config.json").read_text())["quantization_config"]
+        (directory / "config.json").write_text(json.dumps({"text_config": {key: config}}))
         same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
 
     def test_codes_are_not_taken_for_weights(self, model):
@@ -119,8 +120,31 @@ class TestFp8:
 
     def test_the_configs_dtype_is_the_default(self, model):
         directory, _, wanted = model
-        text = json.dumps({"quantization_config": FP8, "dtype": "float32"})
-        (directory / "config.json").write_text(text)
+        config = json.loads((directory / "config.json").read_text()) | {"dtype": "float32"}
+        (directory / "config.json").write_text(json.dumps(config))
+        same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
+
+    @pytest.mark.parametrize(
+        "dtype", ["int8", "bool", "float8_e4m3fn", "complex64", "longdouble", "float7", "O", "", 16, ["bfloat16"], {}]
+    )
+    def test_a_dtype_that_values_cannot_have(self, model, dtype):
+        directory, _, _ = model
+        config = json.loads((directory / "config.json").read_text()) | {"dtype": dtype}
+        (directory / "config.json").write_text(json.dumps(config))
+        if not dtype:  # as if there were none
+            assert checkpointer().restore(directory)["layers"]["up"].dtype == BF16
+            return
+        with pytest.raises(ost.MappingError, match=r"config\.json: expected dtype bfloat16, .*, found "):
+            checkpointer().restore(directory)
+
+    @pytest.mark.parametrize("text", [{}, {"text_config": "float32"}], ids=["all", "text"])
+    def test_a_dtype_for_each_part_of_the_model(self, model, text):
+        directory, _, wanted = model
+        dtype = (
+            {"": "bfloat16", "vision_config": "float16"} | text if text else {"": "float32", "vision_config": "int8"}
+        )
+        config = json.loads((directory / "config.json").read_text()) | {"dtype": dtype}
+        (directory / "config.json").write_text(json.dumps(config))
         same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
 
     def test_passed_through(self, model):
@@ -137,6 +161,25 @@ class TestFp8:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ost.MappingError, match=r"'1\.experts\.1\.weight' is F8_E4M3: expected its scales"):
             checkpointer().restore(directory)
+
+    def test_scales_under_another_name(self, model):
+        """They are as good as missing, for a part of the tree and for a save as well."""
+        directory, wanted, _ = model
+        for file in directory.glob("*.safetensors*"):
+            file.write_bytes(file.read_bytes().replace(b"scale_inv", b"rescaling"))
+        up = wanted["layers"]["up"]
+        args = ost.SafetensorsRestore(
+            item={"layers": {"up": jax.ShapeDtypeStruct(up.shape, BF16)}}, partial_restore=True
+        )
+        said = r"'0\.experts\.0\.weight' \(F8_E4M3, .*'0\.experts\.0\.weight_rescaling' .* X_scale_inv or X_scale"
+        for config in ((directory / "config.json").read_text(), "{}"):
+            (directory / "config.json").write_text(config)
+            with pytest.raises(ost.MappingError, match=said):
+                checkpointer().restore(directory, args=args)
+            with pytest.raises(ost.MappingError, match=said):
+                ost.load(directory, family="dequantized")
+            raw = ost.load(directory)
+            assert raw["0.experts.0.weight"].dtype == F8
 
     def test_a_method_that_is_not_known(self, model):
         directory, _, _ = model
@@ -204,3 +247,27 @@ class TestMxfp4:
         assert saved.keys() == {"gate_up"}
         same(saved["gate_up"], both.astype(BF16))
         assert json.loads((tmp_path / "saved" / "config.json").read_text()) == {}
+
+
+@pytest.mark.parametrize("dtype", [None, "int8", {"": "bfloat16"}, [7]], ids=str)
+@pytest.mark.parametrize("method", [{"quant_method": "hqq"}, {}, "none"], ids=str)
+def test_plain_tensors_do_not_need_a_config(tmp_path, rng, caplog, dtype, method):
+    """Also those without elements."""
+    tensors = {"a.weight": random_bits(rng, (3, 4), BF16), "ids": np.arange(5), "registers": np.zeros((1, 0, 32), BF16)}
+    write(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype, "quantization_config": method}))
+    restored = ost.load(tmp_path, family="dequantized")
+    jax.tree.map(same, restored, {"a": {"weight": tensors.pop("a.weight")}, **tensors})
+    assert "quantization_config: expected " in caplog.text
+    assert "no codes" in caplog.text
+
+
+def test_tensors_without_elements_are_converted_and_saved(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write(source / "model.safetensors", {"a.weight": np.ones((3, 4), BF16), "registers": np.zeros((1, 0, 32), BF16)})
+    ost.convert(source, tmp_path / "plain", to="safetensors", family="dequantized")
+    ost.save(tmp_path / "saved", ost.load(tmp_path / "plain", family="dequantized"), like=source)
+    for directory in ("plain", "saved"):
+        shapes = ost.open_checkpoint(tmp_path / directory).shapes
+        assert dict(shapes) == {"a.weight": (3, 4), "registers": (1, 0, 32)}

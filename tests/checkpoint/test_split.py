@@ -15,7 +15,19 @@ from safetensors.numpy import load_file
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, stack, tensor
 from tests.support.files import random_bits, write
-from tests.support.quantized_layers import BF16, EXPERTS, F8, FAMILY, FP8, GRIDS, HIDDEN, LAYERS, WIDTH, quantized, same
+from tests.support.quantized_layers import (
+    BF16,
+    EXPERTS,
+    F8,
+    FAMILY,
+    GRIDS,
+    HIDDEN,
+    LAYERS,
+    WIDTH,
+    config_of,
+    quantized,
+    same,
+)
 from tests.support.roots import TESTDATA
 from tests.support.small_model import names_of
 
@@ -36,7 +48,7 @@ def model(request, tmp_path):
     shape, expand = GRIDS[request.param]
     stored, _ = quantized(np.random.default_rng(11), shape, expand)
     write(tmp_path / "model.safetensors", stored)
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config_of(request.param)}))
     names = [[f"{n}.experts.{e}.weight" for n in range(LAYERS)] for e in range(EXPERTS)]
     codes = np.array([[stored[name].T for name in of_expert] for of_expert in names])
     scales = [
@@ -325,6 +337,15 @@ def test_zero_points(tmp_path, name, axis, mesh):
         for part, array in wanted.items():
             array = array.T if transposed else array
             np.testing.assert_array_equal(leaf[part].astype(np.float32), array.astype(np.float32), err_msg=part)
+
+
+def test_a_group_index_that_the_config_denies(tmp_path):
+    config, stored, codes, *_ = gptq(np.random.default_rng(4), index=True)
+    write(tmp_path / "model.safetensors", stored | {"a.g_idx": np.arange(64, dtype=np.int32) % 2})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    family = Family("one", (), lambda config: {"a": tensor("a.weight", codes.shape)})
+    with pytest.raises(ost.MappingError, match=r"'a\.g_idx': permutes groups, and desc_act .* says that they are not"):
+        ost.load(tmp_path, family=family, options=SPLIT)
 
 
 def test_zero_points_of_some_tensors_of_a_leaf(tmp_path):

@@ -147,6 +147,20 @@ def test_group_indices_out_of_range(data, wrong):
         decoded(sample.config, sample.stored | {name: index})
 
 
+@examples(200)
+@given(sample=gptq().filter(lambda each: len(each.stored["m.scales"]) > 1 and "m.g_idx" in each.stored), data=st.data())
+def test_a_group_index_that_the_config_denies(sample, data):
+    """Groups in order need none, and any other is refused: values of part of a tensor are never wrong."""
+    index = data.draw(st.permutations(sample.stored["m.g_idx"].tolist()))
+    stored = sample.stored | {"m.g_idx": np.array(index, np.int32)}
+    config = sample.config | {"desc_act": False}
+    if index == sorted(index):
+        assert NAME in decoded(config, stored)
+    else:
+        with pytest.raises(TensorMismatchError, match="group index permutes groups: expected desc_act true"):
+            decoded(config, stored)
+
+
 @pytest.mark.parametrize("bits", [0, 1, 3, 5, 6, 7, 16, 32, -4])
 @examples(20)
 @given(sample=packed_integers() | gptq() | awq())

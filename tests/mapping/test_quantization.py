@@ -95,7 +95,7 @@ def test_blocks_may_be_partial_and_other_tensors_stay_plain():
     ("config", "shape", "scales", "block"),
     [
         ({"quant_method": "fp8"}, (6, 4), (), (6, 4)),
-        (FP8, (600, 4), (1,), (600, 4)),
+        (FP8, (100, 4), (1,), (100, 4)),
         ({"quant_method": "fbgemm_fp8"}, (6, 4), (6, 1), (1, 4)),
         (compressed(), (6, 4), (6,), (1, 4)),
         (compressed(strategy="tensor"), (6, 4), (1,), (6, 4)),
@@ -130,7 +130,7 @@ def test_mxfp4_swaps_rows_and_columns():
         ({}, "found None"),
         ({"quant_method": "hqq", "bits": 4}, "'hqq'"),
         ({"quant_method": ["fp8"]}, r"\['fp8'\]"),
-        ({"quant_method": "gptq", "bits": "4"}, r"expected integers as bits and group_size, found .*'4'"),
+        ({"quant_method": "gptq", "bits": "4"}, r"expected integers as bits and group_size, .* found '4'"),
         ({"quant_method": "gptq", "bits": 4, "group_size": True}, "expected integers as bits and group_size"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format gptq or gptq_v2, found 'marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, "version gemm, found 'gemv'"),
@@ -141,20 +141,15 @@ def test_mxfp4_swaps_rows_and_columns():
         (compressed(num_bits=[4], type="int"), "expected integers"),
         (compressed(num_bits=4, type="int", group_size="32"), "expected integers"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 4}}}, "not valid"),
-        (
-            compressed()
-            | {
-                "config_groups": {
-                    n: {"weights": {"type": "float", "num_bits": 8, "block_structure": [n, n]}} for n in (1, 2)
-                }
-            },
-            "one block_structure",
-        ),
+        (compressed(strategy="block"), "block size of two positive integers, found None"),
+        (compressed(strategy="token"), "strategy .* found 'token'"),
+        (compressed(symmetric="no"), "true or false as symmetric, found 'no'"),
+        ({"quant_method": "gptq", "desc_act": 1}, "true or false as desc_act, found 1"),
     ],
 )
 def test_methods_that_are_not_known_are_named(config, said):
-    with pytest.raises(MappingError, match=f"quantization_config: .*{said}"):
-        quantization(config, {})
+    with pytest.raises(MappingError, match=f"'a.weight'.* I8 .*quantization_config: .*{said}"):
+        quantization(config, {"a.weight": ((2, 2), "I8")})
 
 
 @pytest.mark.parametrize(
@@ -170,7 +165,7 @@ def test_methods_that_are_not_known_are_named(config, said):
         (
             FP8,
             {"a.weight": ((2, 2), "F8_E5M2"), "a.weight_scale": ((), "F32")},
-            "'a.weight': expected codes in F8_E4M3, found F8_E5M2",
+            "'a.weight': expected the codes of 'a.weight_scale' in F8_E4M3, found F8_E5M2",
         ),
         (
             FP8,
@@ -180,7 +175,7 @@ def test_methods_that_are_not_known_are_named(config, said):
         (
             FP8,
             {"a.weight": ((130, 257), "F8_E4M3"), "a.weight_scale_inv": ((3, 2), "F32")},
-            r"'a.weight_scale_inv': expected \(2, 3\) for blocks of 128 x 128, .* of 'a.weight' of shape \(130, 257\), "
+            r"'a.weight_scale_inv': expected \(2, 3\) for blocks of 128 x 128 of 'a.weight' of shape \(130, 257\), "
             r"found shape \(3, 2\)$",
         ),
         (
@@ -304,3 +299,174 @@ def test_what_does_not_fit_a_packed_format_is_named(config, stored, changed, sai
     found = {name: facts for name, facts in (stored | changed).items() if facts is not None}
     with pytest.raises(MappingError, match=said):
         quantization(config, found)
+
+
+E4M3, EXPERTS = (6, 16), (3, 16, 32)
+MLX = {"group_size": 64, "bits": 4, "quantization": {}}
+HQQ = {"quant_method": "hqq"}
+
+
+@pytest.mark.parametrize(
+    ("config", "codes", "beside", "others"),
+    [
+        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.scale_weight", (), "F32"), {"scaled_fp8": ((0,), "F8_E4M3")}),
+        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.wscale", (6,), "BF16"), {"a.bias": ((6,), "BF16")}),
+        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.s", (6, 1), "U8"), {}),
+        (FP8, ("a.weight", E4M3, "F8_E4M3"), ("a.weight.scale", (), "F32"), {}),
+        (None, ("a.weight", E4M3, "F8_E5M2"), ("a.amax", (1,), "F32"), {}),
+        (None, ("a_weight", E4M3, "F8_E4M3FNUZ"), ("a_descale", (), "F32"), {}),
+        (None, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 1), "BF16"), {"a.biases": ((6, 1), "BF16")}),
+        (MLX, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 1), "BF16"), {"a.biases": ((6, 1), "BF16")}),
+        (None, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 2), "U8"), {}),
+        (None, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_weight_scale", (), "F32"), {}),
+        (MODELOPT, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_weight_scale", (3,), "F32"), {}),
+        (
+            None,
+            ("experts.up", EXPERTS, "U8"),
+            ("experts.up_weight_scale", (3, 2, 32), "F8_E4M3"),
+            {"experts.up_weight_scale_2": ((3,), "F32")},
+        ),
+        (MODELOPT, ("a.weight", (6, 16), "U8"), ("a.pre_quant_scale", (32,), "BF16"), NVFP4),
+        (None, ("a.weight", (6, 16), "U8"), ("a.s", (32,), "BF16"), NVFP4),
+        (FP8, ("a.weight", E4M3, "F8_E4M3"), ("a.weight_zero_point", (6,), "I8"), {"a.weight_scale_inv": ((), "F32")}),
+        (INT4, ("a.weight_packed", (6, 8), "I32"), ("a.zeros", (6, 2), "I32"), PACKED),
+        (None, ("a.W_q", (6, 8), "U8"), ("a.scale", (6, 1), "F16"), {"a.zero": ((6, 1), "F16")}),
+        (HQQ, ("a.W_q", (6, 8), "U8"), ("a.scale", (6, 1), "F16"), {"a.zero": ((6, 1), "F16")}),
+        (None, ("a.weight._data", (6, 8), "I8"), ("a.weight._scale", (6, 1), "F16"), {}),
+        (
+            None,
+            ("a.codes", (6, 8, 2), "I16"),
+            ("a.scales", (6, 1, 1, 1), "F16"),
+            {"a.codebooks": ((2, 9, 1, 8), "F16")},
+        ),
+    ],
+)
+def test_codes_beside_what_no_format_has_are_named_with_it(config, codes, beside, others):
+    name, shape, dtype = codes
+    stored = others | {name: (shape, dtype), beside[0]: beside[1:], "norm.weight": ((6,), "BF16")}
+    rules = f"no format has codes in {dtype}|formats with codes in {dtype} store X"
+    with pytest.raises(MappingError, match=rf"{name!r} \({dtype}, .* and {beside[0]!r} \({beside[2]}, .*({rules})"):
+        quantization(config, stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [("a.B", (6, 8), "I32"), ("a.Qidxs", (6, 8), "I16"), ("a.trellis", (6, 8, 32), "I16"), ("a.q", (1, 2), "F4")],
+)
+def test_no_codes_of_an_unknown_method_are_plain(name, shape, dtype):
+    said = rf"{name!r}.*{dtype}.*expected quant_method .* found 'marlin'"
+    with pytest.raises(MappingError, match=said):
+        quantization({"quant_method": "marlin"}, {name: (shape, dtype), "a.s": ((6, 8), "F16")})
+
+
+PLAIN = {
+    "vision.class_embedding": ((8,), "F32"),
+    "vision.position_ids": ((1, 5), "I64"),
+    "text.position_ids": ((1, 5), "I32"),
+    "text.position_scale": ((), "F32"),
+    "attn.bias": ((1, 1, 5, 5), "U8"),
+    "attn.masked_bias": ((), "F32"),
+    "attn.mask": ((5, 5), "U8"),
+    "attn.logit_scale": ((5, 1, 1), "F32"),
+    "attn.relative_position_index": ((5, 5), "I64"),
+    "norm.num_batches_tracked": ((), "I64"),
+    "norm.weight": ((5,), "F32"),
+    "norm.running_mean": ((5,), "F32"),
+    "router.weight": ((5, 5), "BF16"),
+    "router.per_expert_scale": ((5,), "BF16"),
+    "layers.0.layer_scalar": ((1,), "BF16"),
+    "tokens.table": ((5, 2), "I32"),
+    "allowed": ((5, 5), "BOOL"),
+    "empty.weight": ((0, 4), "F8_E4M3"),
+}
+
+
+@pytest.mark.parametrize(
+    "config", [None, FP8, INT4, GPTQ, BNB, HQQ, {}, [], {"quant_method": "awq", "bits": "4"}], ids=str
+)
+def test_plain_tensors_stay_plain_whatever_the_config_says(config):
+    found = quantization(config, PLAIN)
+    assert (dict(found.tensors), found.unused) == ({}, frozenset())
+    assert bool(found.fault) == (config not in (None, FP8, INT4, GPTQ, BNB))
+
+
+def test_plain_fp8_has_no_scales():
+    stored = {"a.weight": (E4M3, "F8_E4M3"), "a.bias": ((6,), "BF16"), "a.norm.weight": ((6,), "F32")}
+    assert not quantization(None, stored).tensors
+
+
+ASYMMETRIC = compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)
+PERMUTED = compressed(num_bits=4, type="int", strategy="group", group_size=32, actorder="group")
+TWO = {
+    **ASYMMETRIC,
+    "config_groups": {n: each["config_groups"]["group_0"] for n, each in zip("ab", (ASYMMETRIC, INT4), strict=True)},
+}
+MX4 = {"a.weight_packed": ((6, 32), "U8"), "a.weight_scale": ((6, 2), "U8")}
+DEEPSEEK = {"a.w1.weight": ((6, 16), "I8"), "a.w1.scale": ((6, 1), "F8_E8M0"), "b.weight": ((6, 16), "I8")}
+
+
+def fp8(scales, dtype="F32"):
+    return {"a.weight": ((256, 256), "F8_E4M3"), "a.weight_scale": (scales, dtype)}
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "said"),
+    [
+        (
+            ASYMMETRIC,
+            PACKED,
+            "'a.weight_packed': expected 'a.weight_zero_point', .*asymmetric.* no such tensor",
+        ),
+        (PERMUTED, PACKED, "'a.weight_packed': expected 'a.weight_g_idx', .*permuted.* no such tensor"),
+        (
+            GPTQ,
+            {name: facts for name, facts in GPTQ_STORED.items() if name != "a.g_idx"},
+            "'a.qweight': expected 'a.g_idx', .*permuted.* no such tensor",
+        ),
+        (GPTQ | {"group_size": -1}, GPTQ_STORED, r"'a.scales': expected shape \(64 / 64, 16\) .* found \(2, 16\)"),
+        (FP8, fp8(()), r"'a.weight_scale': expected \(2, 2\) for blocks of 128 x 128 .* found shape \(\)"),
+        (FP8, fp8((256, 1)), r"expected \(2, 2\) for blocks of 128 x 128 .* found shape \(256, 1\)"),
+        (compressed(strategy="tensor"), fp8((256, 1)), r"expected .*\(1,\).* for the tensor .* found shape \(256, 1\)"),
+        (compressed(symmetric=False), fp8((256, 1)), "'a.weight': expected another format, .*asymmetric.*, found fp8"),
+        (compressed(), fp8((1,)), r"expected \(256, 1\) .* for rows .* found shape \(1,\)"),
+        (
+            compressed(strategy="group", group_size=64),
+            fp8((256, 8), "U8"),
+            r"expected \(256, 4\) for groups of 64 .* \(256, 8\)",
+        ),
+        ({"quant_method": "mxfp8"}, fp8((256, 16), "U8"), r"expected \(256, 8\) for blocks of 1 x 32 .* \(256, 16\)"),
+        (None, fp8((256, 16), "F8_E8M0"), r"expected .*\(256, 8\) for groups of 32 .* found shape \(256, 16\)"),
+        (MODELOPT | {"quant_algo": "FP8"}, fp8((256,)), r"expected .* for the tensor .* found shape \(256,\)"),
+        (MODELOPT | {"group_size": 32}, NVFP4, "'a.weight': expected groups of 32, .* found NVFP4, .* groups of 16"),
+        (
+            compressed(num_bits=4, strategy="group", group_size=16),
+            MX4,
+            "'a.weight_packed': expected groups of 16, .* found MXFP4, which has groups of 32",
+        ),
+        (FP8, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
+        (None, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
+        (None, fp8(()) | {"b.weight": (E4M3, "F8_E4M3")}, "'b.weight' is F8_E4M3: expected its scales"),
+        (None, {"a.weight_packed": ((6, 8), "I32")}, "'a.weight_packed' is I32: expected its scales"),
+    ],
+)
+def test_files_that_contradict_their_config_are_named(config, stored, said):
+    with pytest.raises(MappingError, match=said):
+        quantization(config, stored)
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        (TWO, PACKED),  # each of the groups of a config may be meant
+        (TWO, PACKED | {"a.weight_zero_point": ((1, 2), "I32")}),
+        (INT4, PACKED | {"a.weight_zero_point": ((1, 2), "I32")}),
+        (FP8, {"a.weight": ((100, 100), "F8_E4M3"), "a.weight_scale": ((), "F32")}),
+        (GPTQ | {"desc_act": False}, {name: facts for name, facts in GPTQ_STORED.items() if name != "a.g_idx"}),
+        (MODELOPT | {"group_size": 16}, NVFP4),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, fp8((256,))),
+        (compressed(num_bits=4, strategy="group", group_size=32), MX4),
+        (INT4, PACKED | {"a.input_zero_point": ((1,), "I8"), "attn.k_cache_scale": ((), "F32")}),
+    ],
+)
+def test_files_that_their_config_allows_are_decoded(config, stored):
+    assert quantization(config, stored).tensors.keys() == {"a.weight"}

@@ -19,7 +19,7 @@ from orbax_safetensors.mapping import Family, Tree, stack, tensor
 from orbax_safetensors.save import copied, shards
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.maxtext_trees import stored as stored_in
-from tests.support.quantized_layers import FP8, GRIDS, quantized
+from tests.support.quantized_layers import GRIDS, config_of, quantized
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 LAYERS = [f"model.layers.{i}.w" for i in range(4)]
@@ -149,7 +149,9 @@ def test_quantised_tensors_are_decoded_and_not_copied_as_codes(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     write(source / "model.safetensors", stored | {"norm": np.ones(4, BF16)}, {"format": "pt"})
-    (source / "config.json").write_text(json.dumps({"quantization_config": FP8, "torch_dtype": "bfloat16"}))
+    (source / "config.json").write_text(
+        json.dumps({"quantization_config": config_of("rows"), "torch_dtype": "bfloat16"})
+    )
     family = Family("norm.only", (), lambda config: Tree({"norm": tensor("norm", (4,))}, unused=[".+"]))
     ost.save(tmp_path / "saved", ost.load(source, family=family), family=family, like=source)
     saved = stored_in(tmp_path / "saved")

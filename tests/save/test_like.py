@@ -21,7 +21,7 @@ from tests.support.conversions import COMPUTED, MODELS, unused
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.maxtext_trees import stored as stored_in
 from tests.support.quantized_layers import FAMILY as QUANTIZED
-from tests.support.quantized_layers import FP8, GRIDS, in_tree, quantized, same
+from tests.support.quantized_layers import GRIDS, config_of, in_tree, quantized, same
 from tests.support.roots import TESTDATA
 from tests.support.sharded_files import write_pieces
 from tests.support.tiers import cross
@@ -331,7 +331,7 @@ def quantised_source(directory, grid):
     stored, plain = quantized(np.random.default_rng(0), *GRIDS[grid])
     directory.mkdir()
     write(directory / "model.safetensors", stored, {"format": "pt"})
-    config = {"quantization_config": FP8, "torch_dtype": "bfloat16"}
+    config = {"quantization_config": config_of(grid), "torch_dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config))
     return plain
 

@@ -98,7 +98,9 @@ def packed_integers(draw: Any) -> Sample:
         stored["m.weight_g_idx"] = (of_column if strategy == "permuted" else np.full(columns, -1)).astype(np.int32)
     each = [part.repeat(height, 0)[:rows][:, of_column] for part in (zero, scale.astype(np.float32))]
     group_size = None if strategy in ("tensor", "channel") else size
-    config = compressed("int", bits, strategy, group_size=group_size, symmetric=symmetric)
+    said = strategy if strategy in ("tensor", "channel") else "group"
+    actorder = "group" if strategy == "permuted" else draw(st.sampled_from([None, "weight"]))
+    config = compressed("int", bits, said, group_size=group_size, symmetric=symmetric, actorder=actorder)
     return Sample(config, stored, (codes - each[0]).astype(np.float32) * each[1])
 
 

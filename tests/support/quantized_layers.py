@@ -55,6 +55,10 @@ GRIDS = {
 }
 
 
+def config_of(grid):
+    return FP8 if grid == "blocks" else FP8 | {"weight_block_size": None}
+
+
 def same(found, wanted):
     """Equal bits; any NaN is as good as another, since decoders do not agree on its sign."""
     found = np.asarray(found)

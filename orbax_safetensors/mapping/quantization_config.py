@@ -1,0 +1,168 @@
+"""What a `quantization_config` says of quantised tensors that their names, dtypes and shapes do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.header import shown
+from orbax_safetensors.geometry.encoding import Role
+
+_METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp8",
+    "mxfp4",
+    "compressed-tensors",
+    "modelopt",
+    "quark",
+    "awq",
+    "gptq",
+    "bitsandbytes",
+)
+# Methods with versions that store codes in other ways: the key of the version, and those that are known.
+_VERSIONS = {"awq": ("version", ("gemm",)), "gptq": ("checkpoint_format", ("gptq", "gptq_v2"))}
+# Which weights of ModelOpt share a scale, by `quant_algo`; its configs do not say the size of blocks.
+_SQUARE = (128, 128)
+_ALGORITHMS = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block"}
+
+
+class Scheme(NamedTuple):
+    """What a config says of some quantised tensors.
+
+    Attributes:
+      kind: of codes, "int" or "float".
+      bits: of a code.
+      strategy: which elements share a scale: "tensor", "channel", "group" or "block".
+      group: elements of a row that share a scale, None if the config does not say it.
+      block: rows and columns of a block.
+      required: parameters that have to be stored although the format can do without them.
+    """
+
+    kind: str
+    bits: int
+    strategy: str
+    group: int | None = None
+    block: tuple[int, int] = (1, 1)
+    required: frozenset[Role] = frozenset()
+
+
+class Settings(NamedTuple):
+    """What a config says.
+
+    Attributes:
+      method: None if there is no config.
+      schemes: of quantised tensors; if there are none for some codes, these may be stored in any way.
+      zero_added: to each field of a word of GPTQ's zero points.
+      in_order: whether no groups are permuted; None if it does not say.
+    """
+
+    method: str | None = None
+    schemes: tuple[Scheme, ...] = ()
+    zero_added: int = 1
+    in_order: bool | None = None
+
+    def of(self, kind: str, bits: int) -> list[Scheme]:
+        """Return the schemes of codes of a kind."""
+        return [scheme for scheme in self.schemes if (scheme.kind, scheme.bits) == (kind, bits)]
+
+
+def settings_of(config: Mapping[str, Any] | None) -> Settings:
+    """Return what a `quantization_config` says; raise `MappingError` if its method is unknown, or it is not valid."""
+    if config is None:
+        return Settings()
+    if not isinstance(config, Mapping):
+        raise MappingError(f"quantization_config: expected an object, found {shown(config)}")
+    method = config.get("quant_method")
+    if method not in _METHODS:
+        raise MappingError(f"quantization_config: expected quant_method {', '.join(_METHODS)}, found {shown(method)}")
+    version = _checked_version(method, config)
+    permuted = _flag(config, "desc_act", None)
+    schemes = tuple(_schemes(method, config))
+    return Settings(method, schemes, version != "gptq_v2", None if permuted is None else not permuted)
+
+
+def _schemes(method: str, config: Mapping[str, Any]) -> Iterator[Scheme]:
+    block = config.get("weight_block_size")
+    if block is None and method == "mxfp8":
+        block = (1, 32)
+    if method == "compressed-tensors":
+        yield from _compressed(config)
+    elif method in ("awq", "gptq"):
+        required = {Role.GROUP} if method == "gptq" and config.get("desc_act") else set()
+        strategy = "channel" if config.get("group_size") == -1 else "group"
+        yield _scheme("int", config.get("bits", 4), strategy, config.get("group_size"), required)
+    elif method == "bitsandbytes":
+        yield Scheme("int", 8, "channel")
+    elif block is not None:
+        yield Scheme("float", 8, "block", block=_checked_block(block))
+    elif method == "modelopt":
+        algorithm = str(config.get("quant_algo")).upper()
+        if "NVFP4" in algorithm and config.get("group_size") is not None:
+            yield _scheme("float", 4, "group", config["group_size"], set())
+        strategies = [_ALGORITHMS[algorithm]] if algorithm in _ALGORITHMS else ["block", "channel", "tensor", "group"]
+        yield from (Scheme("float", 8, strategy, block=_SQUARE) for strategy in strategies)
+
+
+def _compressed(config: Mapping[str, Any]) -> Iterator[Scheme]:
+    """Yield the schemes of compressed-tensors."""
+    try:
+        described = [group["weights"] for group in config["config_groups"].values() if group.get("weights")]
+        kinds = [(each["type"], each["num_bits"], each.get("strategy"), each.get("group_size")) for each in described]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise MappingError(f"quantization_config: is not valid for compressed-tensors: {error!r}") from error
+    for weights, (kind, bits, strategy, size) in zip(described, kinds, strict=True):
+        if strategy is None:
+            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        required = set() if _flag(weights, "symmetric", True) else {Role.ZERO}
+        if str(weights.get("actorder")).lower() in ("group", "dynamic", "true"):
+            required.add(Role.GROUP)
+        match strategy:
+            case "block":
+                yield Scheme(kind, bits, strategy, block=_checked_block(weights.get("block_structure")))
+            case "group" | "tensor_group":
+                yield _scheme(kind, bits, "group", size, required)
+            case "channel" | "tensor":
+                yield _scheme(kind, bits, strategy, size, required)
+            case _:
+                raise MappingError(
+                    "quantization_config: expected strategy tensor, channel, group, tensor_group or block, "
+                    f"found {shown(strategy)}"
+                )
+
+
+def _scheme(kind: str, bits: Any, strategy: str, group: Any, required: set[Role]) -> Scheme:
+    """Return a scheme with numbers that are checked."""
+    if type(bits) is not int or not (group is None or (type(group) is int and (group > 0 or group == -1))):
+        raise MappingError(
+            "quantization_config: expected integers as bits and group_size, which is positive or -1, "
+            f"found {shown(bits)} and {shown(group)}"
+        )
+    return Scheme(kind, bits, strategy, group if strategy == "group" else None, required=frozenset(required))
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool | None) -> bool | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise MappingError(f"quantization_config: expected true or false as {key}, found {shown(value)}")
+    return default if value is None else value
+
+
+def _checked_version(method: str, config: Mapping[str, Any]) -> str | None:
+    """Return the version of a format that a config names; raise `MappingError` if it stores codes in another way."""
+    key, known = _VERSIONS.get(method, ("", ()))
+    version = config.get(key)
+    if version is not None and not (isinstance(version, str) and version.lower() in known):
+        raise MappingError(f"quantization_config: expected {key} {' or '.join(known)}, found {shown(version)}")
+    return None if version is None else version.lower()
+
+
+def _checked_block(block: Any) -> tuple[int, int]:
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
+        raise MappingError(f"quantization_config: expected a block size of two positive integers, found {shown(block)}")
+    return block[0], block[1]

@@ -1,0 +1,142 @@
+"""Finds tensors that look like codes, and what is stored beside them under a name that no row of `mapping.formats` has.
+
+Their values are not what a model computes with, so nothing is better than returning them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import takewhile
+from math import prod
+from typing import NamedTuple
+
+from orbax_safetensors.format.dtypes import DTYPES
+from orbax_safetensors.mapping.encodings import StoredTypes
+from orbax_safetensors.mapping.formats import EXPONENTS, FLOATS, FORMATS, Format
+from orbax_safetensors.mapping.quantized_tensor import Quantized
+
+FLOAT_CODES = frozenset(name for name, dtype in DTYPES.items() if name[0] == "F" and dtype.bits < 16) - {"F8_E8M0"}
+# Positions, tables of tokens and counters of models are I64 or BOOL.
+INTEGER_CODES = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
+_NUMBERS = frozenset({*FLOATS, *EXPONENTS, "F64", "F8_E4M3"})  # of scales, whatever they are called
+
+_WEIGHT = re.compile(r"(?:q_?)?weight|W_q$|trellis$")
+_SCALE = re.compile(r"sca?l(?!ar)|zero|absmax|codebook|g_idx")  # codes do not have such names
+_PARAMETER = re.compile(
+    rf"{_SCALE.pattern}|zp|quant|amax|lut|table|perm|smooth|hadamard|biases|inv|factor|mult|offset|shift"
+)
+_LAYER = 16  # tensors, of which a layer has fewer
+
+
+class Pair(NamedTuple):
+    """Codes, and a tensor beside them that says something of them."""
+
+    codes: str
+    beside: str
+
+
+def is_weight(name: str) -> bool:
+    """Return whether a name is one that layers give to their weights, or to codes of these."""
+    return _WEIGHT.search(_leaf(name)) is not None or _leaf(name) == "codes" or ".experts." in name
+
+
+def looks_coded(name: str, stored: StoredTypes) -> bool:
+    """Return whether a tensor would hold codes in a quantised checkpoint, whatever is stored beside it."""
+    shape, dtype = stored[name]
+    if _SCALE.search(_leaf(name)):
+        return False
+    return dtype in FLOAT_CODES or (dtype in INTEGER_CODES and len(shape) > 1 and is_weight(name))
+
+
+def pairs(stored: StoredTypes, left: Iterable[str], tensors: Iterable[Quantized]) -> list[Pair]:
+    """Return codes among the tensors that are `left`, or those of `tensors`, each with what is left and belongs to it.
+
+    Pairs with scales are the first.
+    """
+    names = sorted(left)
+    out: list[Pair] = []
+    for tensor in tensors:
+        for name in dict.fromkeys((tensor.codes, tensor.name)):
+            out += [Pair(tensor.codes, beside) for beside in _beside(name, names, stored, _NUMBERS | INTEGER_CODES)]
+    for name in names:
+        shape, dtype = stored[name]
+        if dtype not in FLOAT_CODES | INTEGER_CODES or prod(shape) < 2 or _SCALE.search(_leaf(name)):
+            continue
+        for beside in (*_beside(name, names, stored), *_groups_beside(name, names, stored)):
+            count = prod(stored[beside][0])
+            if count < prod(shape) or (count == prod(shape) and _PARAMETER.search(_leaf(beside))):
+                out.append(Pair(name, beside))
+    return sorted(out, key=lambda pair: _SCALE.search(_leaf(pair.beside)) is None)
+
+
+def is_known(pair: Pair) -> bool:
+    """Return whether some format gives the second of a pair such a name."""
+    return any(
+        pair.codes.endswith(row.codes) and pair.beside == pair.codes[: len(pair.codes) - len(row.codes)] + ending
+        for row in FORMATS
+        for ending in (*row.facts, *(ending for each in row.parameters for ending in each.endings))
+    )
+
+
+def refusal(pair: Pair, stored: StoredTypes) -> str:
+    """Return why the first of a pair has no values."""
+    codes, beside = (f"{name!r} ({stored[name][1]}, shape {stored[name][0]})" for name in pair)
+    dtype = stored[pair.codes][1]
+    rules = dict.fromkeys(_rule(row) for row in FORMATS if dtype in row.dtypes)
+    known = f"formats with codes in {dtype} store {'; '.join(rules)}" if rules else f"no format has codes in {dtype}"
+    return (
+        f"{codes} and {beside} beside it: expected plain values, or a known format of quantised tensors, found neither "
+        f"({known}); without a family, and with dequantize=False, tensors come as they are stored"
+    )
+
+
+def _rule(row: Format) -> str:
+    required = [" or ".join(f"X{end}" for end in each.endings) for each in row.parameters if each.required]
+    return f"X{row.codes} with {', '.join(required)}"
+
+
+def _beside(name: str, names: Sequence[str], stored: StoredTypes, dtypes: Set[str] = _NUMBERS) -> Iterator[str]:
+    """Yield those of the sorted `names` that can only be of a layer's weight `name`, or begin with its name.
+
+    Only those of `dtypes` may have any names.
+    """
+    weight = _WEIGHT.search(name, len(name) - len(_leaf(name)))
+    stem = name[: weight.start()] if weight else name
+    for beside in _with_prefix(stem, names):
+        rest = beside[len(stem) :]
+        if beside == name or rest.endswith("bias") or stored[beside][1] == "BOOL":
+            continue
+        says = _PARAMETER.search(rest) is not None
+        if beside.startswith((f"{name}.", f"{name}:")):
+            related = says or (weight and stored[beside][1] in dtypes)
+        elif weight and stem:
+            is_its = "." not in rest or rest.startswith("weight.")
+            related = is_its and (says or stored[beside][1] in dtypes)
+        else:
+            related = "." not in rest and rest.startswith("_") and says
+        if related:
+            yield beside
+
+
+def _groups_beside(name: str, names: Sequence[str], stored: StoredTypes) -> Iterator[str]:
+    """Yield tensors of the same module that have a row for each row of `name`, and are named as parameters are."""
+    module = name[: len(name) - len(_leaf(name))]
+    shape = stored[name][0]
+    for beside in _with_prefix(module, names) if module else ():
+        rest, found = beside[len(module) :], stored[beside][0]
+        is_parameter = "." not in rest and _PARAMETER.search(rest) and not rest.endswith("bias")
+        has_rows = min(len(found), len(shape)) > 1 and found[0] == shape[0]
+        if is_parameter and has_rows and beside != name and (len(found) == len(shape) or is_weight(name)):
+            yield beside
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _with_prefix(prefix: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield those of the sorted `names` that begin with `prefix`, up to as many as a layer may have."""
+    begin = bisect_left(names, prefix)
+    yield from takewhile(lambda name: name.startswith(prefix), names[begin : begin + _LAYER])
