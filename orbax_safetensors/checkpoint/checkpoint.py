@@ -5,14 +5,14 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import NO_OPENING, Opening, StoredFile
+from orbax_safetensors.checkpoint.files import NO_OPENING, Finding, Opening, StoredFile
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
@@ -85,6 +85,9 @@ class Checkpoint:
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
       opening: what it takes to open it.
+      index_name: the name of the index beside the files, if there is one.
+      omitted: tensors of the files that the index does not name, by name; no load returns them.
+      findings: what `verify` says of files and tensors that no load reads.
     """
 
     path: str
@@ -97,6 +100,9 @@ class Checkpoint:
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
     opening: Opening = NO_OPENING
+    index_name: str | None = None
+    omitted: Mapping[str, StoredTensor] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:
@@ -132,6 +138,10 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Return the bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def with_omitted(self) -> Checkpoint:
+        """Return the checkpoint with all tensors of its files, also those that the index does not name."""
+        return replace(self, tensors={**self.tensors, **self.omitted}, omitted={})
 
     def tree(self, leaf: Callable[[str, View], Any]) -> dict[str, Any]:
         """Return `leaf(name, view)` of all leaves: in a flat dict by stored name, or nested as the family has them."""

@@ -13,6 +13,7 @@ from orbax_safetensors.format.dtypes import DType, nbytes
 from orbax_safetensors.format.header import PREFIX_BYTES, Header, fingerprint
 from orbax_safetensors.format.index import Index
 
+_SUFFIX = ".safetensors"
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # The file of a PEFT adapter, which is never cut.
@@ -21,6 +22,9 @@ ADAPTER_NAME = "adapter_model.safetensors"
 MAX_FILE_BYTES = 5_000_000_000
 
 _NUMBERED = re.compile(r"^(.*?)((?:-\d+-of-\d+)?\.safetensors)$")
+
+# What tells a file of several from the others, and a part of PyTorch's from other parts. A variant may follow.
+_NUMBER = re.compile(r"^shard-\d+-|-\d+-of-\d+(?=(\.[^.]+)?$)")
 
 TensorFacts = tuple[str, DType, tuple[int, ...]]  # name, dtype and shape
 
@@ -89,6 +93,11 @@ def avoiding(layout: Layout, taken: Collection[str]) -> Layout:
     weight_map = {tensor: names[name] for tensor, name in layout.index.weight_map.items()}
     files = tuple((names[name], header) for name, header in layout.files)
     return Layout(files, Index(weight_map, layout.index.metadata))
+
+
+def file_stem(name: str) -> str:
+    """Return the name of a file without its suffix and its number: `model`, or `model.fp16` of a variant."""
+    return _NUMBER.sub("", name.removesuffix(_SUFFIX))
 
 
 def free_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
