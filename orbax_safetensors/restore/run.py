@@ -15,6 +15,7 @@ from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.agreement import same
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.restore import cooperative, replicas
 from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.fill import filling
@@ -78,7 +79,7 @@ def _exchange_facts(prepared: _Prepared) -> str:
 def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
     """Open the checkpoint, see it through its family, match the leaves, and say where arrays go."""
     options = request.options
-    stored = read_checkpoint(request.path, options.storage_options, partial=request.partial, shared_by=keys.headers)
+    stored = read_checkpoint(request.path, options.storage_options, partial=request.leaves_out, shared_by=keys.headers)
     if keys.restore is not None:
         stored = at_one_commit(stored, request, keys.restore)
     with no_collection():
@@ -88,7 +89,7 @@ def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
         batches = (
             cooperative.exchange_batches(checkpoint, matched.targets, options.in_flight_bytes // 2) if shared else []
         )
-        comparison = Comparison(checkpoint, partial=request.partial) if options.checksums else None
+        comparison = Comparison(checkpoint, partial=request.leaves_out) if options.checksums else None
         return _Prepared(checkpoint, matched, comparison, batches)
 
 
@@ -125,14 +126,16 @@ def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matc
             return nearest_variant(stored, request.family, request.leaf_shapes(), passed)
 
         return with_variant(attempt, request.variant, nearest)
-    saved = saved_tree(stored, request.family, request.variant)
+    partial_ = request.leaves_out
+    saved = saved_tree(stored, request.family, request.variant, partial=partial_)
     family, variant = (request.family, request.variant) if saved is None else (saved.family, saved.variant)
-    checkpoint = mapped(stored, family, variant, complete=not request.partial, dequantize=dequantize)
+    checkpoint = mapped(stored, family, variant, complete=not partial_, dequantize=dequantize)
     sharding_of = request.sharding_of
     if request.mesh is not None:
         sharding_of = cheapest(checkpoint, request.mesh, request.options)
-    if saved is not None:
-        saved_args = saved.restore_args(checkpoint, sharding_of)
+    # A family of the caller's may be another of the same name.
+    if saved is not None and (partial_ or not isinstance(saved.family, Family) or saved.fits(checkpoint)):
+        saved_args = saved.restore_args(checkpoint, sharding_of, partial=partial_)
         return checkpoint, match(checkpoint, None, saved_args, partial=False)
     if sharding_of is None and jax.process_count() > 1:
         raise TensorMismatchError(

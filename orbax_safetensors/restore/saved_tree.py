@@ -16,8 +16,9 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.format.names import by_path
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.family import switches_of
+from orbax_safetensors.mapping.family import Family, switches_of
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
@@ -40,20 +41,32 @@ class SavedTree:
     """A tree as it was saved.
 
     Attributes:
-      family, variant: the name and the variant of the family that the save used; `identity` if it used none.
+      family, variant: the family that the save used, or its name, and its variant; `identity` if it used none.
     """
 
-    family: str
+    family: Family | str
     variant: Mapping[str, Any]
     _recorded: RecordedTree
     _shardings: Mapping[str, ocp.metadata.ShardingMetadata]
 
-    def restore_args(self, checkpoint: Checkpoint, sharding_of: ShardingOf | None = None) -> Any:
+    def fits(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the checkpoint, as its family sees it, has all leaves of the tree."""
+        return by_path(self._recorded.leaves, checkpoint.leaves).keys() <= checkpoint.leaves.keys()
+
+    def restore_args(
+        self, checkpoint: Checkpoint, sharding_of: ShardingOf | None = None, *, partial: bool = False
+    ) -> Any:
         """Return the tree with the `ocp.RestoreArgs` that restore each leaf as it was saved.
 
-        `sharding_of` returns other shardings for all arrays, those of NumPy included.
+        `sharding_of` returns other shardings for all arrays, those of NumPy included. If `partial`, leaves that the
+        checkpoint does not have are placeholders.
         """
-        return self._recorded.map(lambda name: self._of_leaf(checkpoint, name, sharding_of))
+        stored = by_path(dict.fromkeys(checkpoint.leaves), self._recorded.leaves) if partial else self._recorded.leaves
+
+        def args(name: str) -> Any:
+            return self._of_leaf(checkpoint, name, sharding_of) if name in stored else ocp.PLACEHOLDER
+
+        return self._recorded.map(args)
 
     def _of_leaf(self, checkpoint: Checkpoint, name: str, sharding_of: ShardingOf | None) -> ocp.RestoreArgs:
         kind = self._recorded.leaves[name]
@@ -67,11 +80,13 @@ class SavedTree:
         return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
-def saved_tree(checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None) -> SavedTree | None:
+def saved_tree(
+    checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None, *, partial: bool = False
+) -> SavedTree | None:
     """Return the tree that a checkpoint was saved as.
 
     Return None if no tree is recorded, or if another family or variant is requested. Raises `StorageError`
-    if the files are no longer those that were saved.
+    if the files are no longer those that were saved; if `partial`, some may be missing.
     """
     if checkpoint.is_file or not checkpoint.store.writes:
         return None
@@ -84,21 +99,25 @@ def saved_tree(checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str,
     try:
         known = registry.find(saved_family, config)
     except MappingError as error:
-        logger.warning(
-            "%s: was saved with the family %r, which is not known here; pass family= to get its tree: %.200s",
-            checkpoint.path,
-            saved_family,
-            error,
-        )
-        return None
+        if family is None:
+            logger.warning(
+                "%s: was saved with the family %r, which is not known here; pass family= to get its tree: %s",
+                checkpoint.path,
+                saved_family,
+                error,
+            )
+        if not (isinstance(family, Family) and family.name == saved_family):
+            return None
+        known = family
     if family is not None and registry.find(family, config) != known:
         return None
     if any(name not in saved_variant or saved_variant[name] != value for name, value in switches_of(variant).items()):
         return None
-    for fault in note.changed(checkpoint.path, checkpoint.fingerprints):
+    for fault in note.changed(checkpoint.path, checkpoint.fingerprints, partial=partial):
         raise fault
     shardings = parse_shardings(_read_beside(checkpoint, SHARDING_FILE), checkpoint.path)
-    return SavedTree(saved_family, saved_variant, RecordedTree.parse(tree, checkpoint.path), shardings)
+    used = family if isinstance(family, Family) else saved_family
+    return SavedTree(used, saved_variant, RecordedTree.parse(tree, checkpoint.path), shardings)
 
 
 def _read_beside(checkpoint: Checkpoint, name: str) -> bytes | None:
