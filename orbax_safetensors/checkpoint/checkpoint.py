@@ -16,7 +16,7 @@ from orbax_safetensors.checkpoint.files import NO_OPENING, Finding, Opening, Sto
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
-from orbax_safetensors.format.layout import ADAPTER_NAME
+from orbax_safetensors.format.layout import ADAPTER_STEM, STEM, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import NO_FAMILY, Envelope, FamilyUse
@@ -130,9 +130,19 @@ class Checkpoint:
         return posixpath.dirname(self.path) if self.is_file else self.path
 
     @property
+    def stem(self) -> str:
+        """Return what the names of all files begin with.
+
+        If they differ, or one file is passed whose name says nothing, it is what those of a model begin with.
+        """
+        stems = {file_stem(posixpath.basename(file.path)) for file in self.files}
+        (stem,) = stems if len(stems) == 1 else {STEM}
+        return STEM if self.is_file and stem not in USUAL_STEMS else stem
+
+    @property
     def is_adapter(self) -> bool:
         """Return whether the only file is that of a PEFT adapter, by its name."""
-        return [posixpath.basename(file.path) for file in self.files] == [ADAPTER_NAME]
+        return self.stem == ADAPTER_STEM
 
     @property
     def nbytes(self) -> int:

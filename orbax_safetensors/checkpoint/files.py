@@ -29,7 +29,7 @@ from orbax_safetensors.checkpoint.header_texts import (
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import Header, fingerprint
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index, index_stem, is_index
-from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME, file_stem
+from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import read_note
@@ -43,8 +43,6 @@ SUFFIX = ".safetensors"
 # Each rank of PyTorch has its own part of a numbered file, and need not have one.
 _NUMBERED = re.compile(rf"(?:shard-\d+-)?(.*)-(\d+)-of-(\d+){re.escape(SUFFIX)}")
 _NAMED = 8  # missing files in a message
-# The names by which `transformers`, `diffusers` and PEFT find a model in a directory, without their endings.
-_USUAL_STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 # How the names of Mistral's and Meta's own copies of a model begin.
 _COPY = "consolidated"
 
@@ -214,7 +212,7 @@ def _chosen(path: str, names: Sequence[str]) -> tuple[str | None, list[str]]:
     plain = [name for name, stem in stems.items() if not any(before in there for before in _without_variant(stem))]
     indexes = [name for name in plain if is_index(name)]
     candidates = indexes or plain
-    for usual in _USUAL_STEMS:
+    for usual in USUAL_STEMS:
         if preferred := [name for name in candidates if stems[name] == usual]:
             candidates = preferred
             break
