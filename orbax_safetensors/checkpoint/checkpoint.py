@@ -5,18 +5,18 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import NO_OPENING, Opening, StoredFile
+from orbax_safetensors.checkpoint.files import NO_OPENING, Finding, Opening, StoredFile
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
-from orbax_safetensors.format.layout import ADAPTER_NAME
+from orbax_safetensors.format.layout import ADAPTER_STEM, STEM, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import NO_FAMILY, Envelope, FamilyUse
@@ -85,6 +85,9 @@ class Checkpoint:
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
       opening: what it takes to open it.
+      index_name: the name of the index beside the files, if there is one.
+      omitted: tensors of the files that the index does not name, by name; no load returns them.
+      findings: what `verify` says of files and tensors that no load reads.
     """
 
     path: str
@@ -97,6 +100,9 @@ class Checkpoint:
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
     opening: Opening = NO_OPENING
+    index_name: str | None = None
+    omitted: Mapping[str, StoredTensor] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:
@@ -124,14 +130,28 @@ class Checkpoint:
         return posixpath.dirname(self.path) if self.is_file else self.path
 
     @property
+    def stem(self) -> str:
+        """Return what the names of all files begin with.
+
+        If they differ, or one file is passed whose name says nothing, it is what those of a model begin with.
+        """
+        stems = {file_stem(posixpath.basename(file.path)) for file in self.files}
+        (stem,) = stems if len(stems) == 1 else {STEM}
+        return STEM if self.is_file and stem not in USUAL_STEMS else stem
+
+    @property
     def is_adapter(self) -> bool:
         """Return whether the only file is that of a PEFT adapter, by its name."""
-        return [posixpath.basename(file.path) for file in self.files] == [ADAPTER_NAME]
+        return self.stem == ADAPTER_STEM
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def with_omitted(self) -> Checkpoint:
+        """Return the checkpoint with all tensors of its files, also those that the index does not name."""
+        return replace(self, tensors={**self.tensors, **self.omitted}, omitted={})
 
     def tree(self, leaf: Callable[[str, View], Any]) -> dict[str, Any]:
         """Return `leaf(name, view)` of all leaves: in a flat dict by stored name, or nested as the family has them."""

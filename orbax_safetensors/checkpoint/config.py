@@ -29,7 +29,7 @@ QUANTIZATION_NAMES = (_MODELOPT_NAME, _GPTQ_NAME)
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 # The key of `transformers`, and that of `compressed-tensors` in older files.
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
@@ -86,7 +86,7 @@ def quantization_config(config: Mapping[str, Any]) -> Any:
     """Return how tensors are quantised: by the whole model's config, or by that of its text model."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
-        for key in _QUANTIZATION_KEYS:
+        for key in QUANTIZATION_KEYS:
             if part.get(key) is not None:
                 return part[key]
     return None
@@ -107,9 +107,9 @@ def quantization_beside(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config that does not say how tensors are quantised."""
-    plain = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
+    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     if isinstance(text := plain.get("text_config"), Mapping):
-        plain["text_config"] = {key: value for key, value in text.items() if key not in _QUANTIZATION_KEYS}
+        plain["text_config"] = {key: value for key, value in text.items() if key not in QUANTIZATION_KEYS}
     return plain
 
 

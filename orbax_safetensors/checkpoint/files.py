@@ -6,6 +6,7 @@ Only headers and the index are read here; the bytes of tensors are moved by `tra
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import posixpath
@@ -28,8 +29,8 @@ from orbax_safetensors.checkpoint.header_texts import (
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.foreign import of_bytes
 from orbax_safetensors.format.header import Header, fingerprint
-from orbax_safetensors.format.index import INDEX_SUFFIX, Index
-from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
+from orbax_safetensors.format.index import INDEX_SUFFIX, Index, index_stem, is_index
+from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import some
 from orbax_safetensors.format.reference_verdict import check_by_reference
 from orbax_safetensors.orbax_store.directories import is_on_gcs
@@ -45,6 +46,8 @@ SUFFIX = ".safetensors"
 # Each rank of PyTorch has its own part of a numbered file, and need not have one.
 _NUMBERED = re.compile(rf"(?:shard-\d+-)?(.*)-(\d+)-of-(\d+){re.escape(SUFFIX)}")
 _NAMED = 8  # missing files in a message
+# How the names of Mistral's and Meta's own copies of a model begin.
+_COPY = "consolidated"
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> boo
             names = os.listdir(path) if os.path.isdir(path) else None
         except OSError as error:
             raise StorageError(f"{path}: cannot list the directory: {error.strerror}") from error
-    return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
+    return names is not None and not any(map(is_part, names))
 
 
 class Opening(NamedTuple):
@@ -95,80 +98,154 @@ class Opening(NamedTuple):
 NO_OPENING = Opening(0, 0)
 
 
+class Finding(NamedTuple):
+    """What a directory holds and no load reads: a load logs it at this level, and to `verify` it is a fault."""
+
+    level: int
+    fault: IndexFileError
+
+
 @dataclass(frozen=True)
 class Found:
     """The files of a checkpoint, before their headers are known.
 
     Attributes:
       index: what names the files, if there is one.
+      index_name: the name of its file.
       states: those of the directory's listing, by path; none if it was not listed.
       recorded: the headers that a record has of these files, by path.
       opening: the requests that found all this, before any header is read.
       assumed: whether only the caller, or the usual name, says that there is such a file.
+      findings: what a load logs.
     """
 
     paths: list[str]
     index: Index | None = None
+    index_name: str | None = None
     states: Mapping[str, Stamp | None] = field(default_factory=dict)
     recorded: Mapping[str, StoredText] = field(default_factory=dict)
     opening: Opening = NO_OPENING
     assumed: bool = False
+    findings: tuple[Finding, ...] = ()
 
 
 def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError], None], *, use_record: bool) -> Found:
-    """Find the files of a checkpoint, the index that names them, and with `use_record` the headers in a record."""
+    """Find the files of a checkpoint, the index that names them, and with `use_record` the headers in a record.
+
+    Of a directory, they are the files that `transformers` reads: `model.safetensors`, or the files that the index
+    names, or without either what is there; `_chosen` says which of several.
+    """
     if path.endswith(SUFFIX) and not store.is_local:  # a reader of an object may not be allowed to list its neighbours
         return Found([path], assumed=True)
-    if path.endswith(INDEX_SUFFIX) and not (store.is_local and os.path.isdir(path)):
+    if is_index(path) and not (store.is_local and os.path.isdir(path)):
         raise HeaderError(f"{path}: is not a safetensors file; it is {of_bytes(b'{', path)}")
-    index: Index | None
     if not store.lists:
-        file = store.find(posixpath.join(path, INDEX_NAME))
-        if file is None:
-            return Found([posixpath.join(path, FILE_NAME)], opening=Opening(1, 1), assumed=True)
-        index = _index(file.path, text_of(file))
-        return Found([posixpath.join(path, name) for name in index.files], index, opening=Opening(1, 1))
+        return _unlisted(store, path)
     states = store.list(path)
     if states is None:
         return Found([path], assumed=True)
-    names = list(states)
+    names = [name for name in states if is_part(name)]
     has_record = use_record and states.get(HEADERS_NAME) is not None
     recorded = recorded_texts(store, path, states) if has_record else {}
-    index, index_name = None, _index_name(path, names)
+    index, (index_name, files) = None, _chosen(path, names)
+    findings = []
     if index_name is not None:
         index = _read_index(store, posixpath.join(path, index_name), recorded.get(index_name))
-    files = _file_names(path, names, index, report)
-    incomplete = [] if index is not None else list(_incomplete_sets(files))
-    if incomplete and not _are_linked(store, path, files):
+        if FILE_NAME not in names or index.files == (FILE_NAME,):
+            files = _files_of(path, index, names, report)
+        else:
+            index = None
+    without_record = 1 + (index_name is not None)
+    if index is None:
+        index_name = None
         # Objects appear one by one, each whole, and last the index: a save may not have ended.
         kind = MissingError if store.is_local else IndexFileError
-        for lacking in incomplete:
+        incomplete = list(_incomplete_sets(files))
+        for lacking in incomplete if incomplete and not _are_linked(store, path, files) else ():
             report(kind(f"{path}: is not complete: {lacking}"))
-    without_record = 1 + (index is not None)
+    if beside := [name for name in names if name not in (index_name, *files)]:
+        model = f"the model is {some(files)}" if index is None else f"the model is what {index_name} names"
+        fault = IndexFileError(f"{path}: {model}; pass the path of a file to read it instead; not read: {some(beside)}")
+        findings.append(Finding(logging.WARNING if index is None else logging.INFO, fault))
     return Found(
         [posixpath.join(path, name) for name in files],
         index,
+        index_name,
         {posixpath.join(path, name): state for name, state in states.items()},
         {posixpath.join(path, name): text for name, text in recorded.items()},
         Opening(without_record + has_record - (index_name in recorded), without_record),
+        findings=tuple(findings),
     )
 
 
-def _file_names(
-    path: str, names: list[str], index: Index | None, report: Callable[[SafetensorsError], None]
-) -> list[str]:
-    """Return which of the `names` in the directory `path` belong to the checkpoint."""
-    present = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
-    if index is None:
-        if not present:
-            raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path)}")
-        return present
-    there = set(names)
-    for name in sorted(set(index.files) - there):
-        report(MissingError(f"{posixpath.join(path, name)}: is missing, and the index names it"))
-    if unnamed := sorted(set(present) - set(index.files)):
-        logger.info("%s: the index does not name these files, they are ignored: %s", path, some(unnamed))
-    return [name for name in index.files if name in there]
+def is_part(name: str) -> bool:
+    """Return whether a file of a directory is a safetensors file or an index of some, by its name."""
+    return not name.startswith(".") and (name.endswith(SUFFIX) or is_index(name))
+
+
+def _unlisted(store: Store, path: str) -> Found:
+    """Find the files of a directory that cannot be listed, by their usual names."""
+    faults: list[StorageError] = []
+    for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME):
+        try:
+            file = store.open(posixpath.join(path, name))
+        except StorageError as fault:
+            if not isinstance(fault, MissingError) and fault.errno != errno.EACCES:  # or what is missing is forbidden
+                raise
+            faults.append(fault)
+            continue
+        tries, text = len(faults) + 1, text_of(file)
+        if name != INDEX_NAME:
+            opening = Opening(tries, tries - 1)
+            return Found([file.path], recorded={file.path: text}, opening=opening, assumed=True)
+        index = _index(file.path, text)
+        return Found([posixpath.join(path, name) for name in index.files], index, name, opening=Opening(tries, tries))
+    raise next((fault for fault in faults if not isinstance(fault, MissingError)), faults[0])
+
+
+def _chosen(path: str, names: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the index among the `names` in the directory `path`, and the files to read unless it says which.
+
+    A variant (`model.fp16.safetensors`) is passed over if the same without the variant is there, and so are files
+    beside those of a usual name: programs keep copies of a model, or parts of their own, in files of other names.
+    Otherwise several files together are the model. Raises `IndexFileError` if there are several indexes to choose from.
+    """
+    if FILE_NAME in names:
+        return INDEX_NAME if INDEX_NAME in names else None, [FILE_NAME]
+    stems = {name: index_stem(name) if is_index(name) else file_stem(name) for name in names}
+    there = {*stems.values()}
+    plain = [name for name, stem in stems.items() if not any(before in there for before in _without_variant(stem))]
+    indexes = [name for name in plain if is_index(name)]
+    candidates = indexes or plain
+    for usual in USUAL_STEMS:
+        if preferred := [name for name in candidates if stems[name] == usual]:
+            candidates = preferred
+            break
+    else:
+        candidates = [name for name in candidates if not stems[name].startswith(_COPY)] or candidates
+    if not candidates:
+        raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path)}")
+    if not indexes:
+        return None, candidates
+    if len(candidates) > 1:
+        raise IndexFileError(
+            f"{path}: expected {INDEX_NAME} or one other index, found {some(candidates)}; pass the path of one file to "
+            "read it alone"
+        )
+    return candidates[0], []
+
+
+def _without_variant(stem: str) -> Iterator[str]:
+    """Yield what the stem of a file would be without what may be its variant."""
+    return (stem[: dot.start()] for dot in re.finditer(r"\.", stem))
+
+
+def _files_of(path: str, index: Index, names: Sequence[str], report: Callable[[SafetensorsError], None]) -> list[str]:
+    """Return the files of an index that are there, and report those that are not."""
+    for name in index.files:
+        if name not in names:
+            report(MissingError(f"{posixpath.join(path, name)}: is missing, and the index names it"))
+    return [name for name in index.files if name in names]
 
 
 def _incomplete_sets(names: Sequence[str]) -> Iterator[str]:
@@ -192,18 +269,6 @@ def _are_linked(store: Store, path: str, names: Sequence[str]) -> bool:
     return note is not None and note.files.keys() == set(names)
 
 
-def _index_name(path: str, names: Sequence[str]) -> str | None:
-    """Return the name of the index among the `names` in the directory `path`, or None."""
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
-    if not indexes:
-        return None
-    # Some repositories keep a second index for a variant (`model.fp16.safetensors.index.json`).
-    name = INDEX_NAME if INDEX_NAME in indexes else indexes[0]
-    if len(indexes) > 1 and name != INDEX_NAME:
-        raise IndexFileError(f"{path}: expected {INDEX_NAME} or one other index, found {some(indexes)}")
-    return name
-
-
 def _read_index(store: Store, path: str, recorded: StoredText | None) -> Index:
     if recorded is not None:
         with contextlib.suppress(IndexFileError):  # of the record, perhaps, and not of the index
@@ -216,14 +281,6 @@ def _index(path: str, text: StoredText) -> Index:
     if not index.weight_map:
         raise IndexFileError(f"{path}: names no tensor")
     return index
-
-
-def read_usual(store: Store, path: str, *, by_reference: bool) -> Iterator[StoredFile | SafetensorsError]:
-    """Yield the only file in a directory that cannot be listed, a model or an adapter, or its error."""
-    model, adapter = (posixpath.join(path, name) for name in (FILE_NAME, ADAPTER_NAME))
-    for file in read_files(store, [model], by_reference=by_reference):
-        others = read_files(store, [adapter], by_reference=by_reference) if isinstance(file, MissingError) else ()
-        yield next((other for other in others if not isinstance(other, MissingError)), file)
 
 
 def read_files(

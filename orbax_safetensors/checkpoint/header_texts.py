@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from orbax_safetensors.errors import IndexFileError, SafetensorsError
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length
-from orbax_safetensors.format.index import INDEX_SUFFIX
+from orbax_safetensors.format.index import is_index
 from orbax_safetensors.storage.store import File, Stamp, Store, read_small, write_small
 from orbax_safetensors.storage.threads import Threads
 
@@ -50,7 +50,7 @@ def text_of(file: File) -> StoredText:
     """Return what `read_text` returns of an open file, and close it."""
     try:
         begin, nbytes = 0, file.stamp.nbytes
-        if not file.path.endswith(INDEX_SUFFIX):
+        if not is_index(file.path):
             prefix = bytearray(min(PREFIX_BYTES, nbytes))
             file.read([(0, [memoryview(prefix)])])
             begin, nbytes = PREFIX_BYTES, header_length(bytes(prefix), nbytes, file=file.path)
@@ -145,7 +145,7 @@ def write_header_record(store: Store, directory: str, names: Iterable[str]) -> N
     path = posixpath.join(directory, HEADERS_NAME)
     try:
         states = store.list(directory) or {}
-        names = [*names, *(name for name in states if name.endswith(INDEX_SUFFIX))]
+        names = [*names, *(name for name in states if is_index(name))]
         read = read_all(store, [posixpath.join(directory, name) for name in names], read_text)
         texts: dict[str, StoredText] = {}
         for name, text in zip(names, read, strict=True):

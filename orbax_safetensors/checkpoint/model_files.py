@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
+import logging
 import os
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
+    QUANTIZATION_KEYS,
     QUANTIZATION_NAMES,
     as_config,
     parse_config,
@@ -24,36 +26,46 @@ from orbax_safetensors.checkpoint.config import (
 from orbax_safetensors.checkpoint.family import TensorTypes
 from orbax_safetensors.checkpoint.quantized import stores_codes
 from orbax_safetensors.checkpoint.record import RECORD_NAME, Fingerprints, record_content
+from orbax_safetensors.checkpoint.small_files import SMALL_BYTES, small_files
+from orbax_safetensors.devices.bits import is_float
+from orbax_safetensors.errors import storage_errors
+from orbax_safetensors.format.layout import ADAPTER_STEM, STEM
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
+from orbax_safetensors.storage.local import make_directory
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, is_there, read_small, write_small
 
-# Files that `save_pretrained` of transformers and of PEFT writes besides tensors. If a server does not list its files,
-# `files_of_model` looks for the names without a star.
-_PATTERNS = (
+logger = logging.getLogger(__name__)
+
+# What to look for on a server that does not list its files: what `transformers`, PEFT and sentence-transformers write
+# besides tensors.
+_USUAL = (
     ADAPTER_CONFIG_NAME,
     "added_tokens.json",
-    "chat_template*",
+    "chat_template.jinja",
+    "chat_template.json",
     CONFIG_NAME,
     "generation_config.json",
     *QUANTIZATION_NAMES,
     "merges.txt",
-    "*preprocessor_config.json",
+    "preprocessor_config.json",
     "processor_config.json",
     "special_tokens_map.json",
-    "*.bpe.model",
+    "sentencepiece.bpe.model",
     "spiece.model",
-    "*.tiktoken",
+    "tekken.json",
+    "tiktoken.model",
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer*.json",
     "tokenizer.model",
-    "tokenizer*.model",
+    "video_preprocessor_config.json",
     "vocab.json",
     "vocab.txt",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
 )
-
-_MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class ModelFiles:
 
     Attributes:
       config: to write; None if there is none.
-      copies: files to copy from `store`: their paths by name.
+      copies: files to copy from `store`: their paths by name, which may be a path below the directory.
       use: the family whose tree is stored, to record.
     """
 
@@ -75,6 +87,11 @@ class ModelFiles:
     def is_adapter(self) -> bool:
         """Whether `config` is that of a PEFT adapter."""
         return self.config is not None and "peft_type" in self.config
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files of tensors begin with."""
+        return ADAPTER_STEM if self.is_adapter else STEM
 
     @property
     def config_name(self) -> str:
@@ -90,10 +107,22 @@ class ModelFiles:
         """Write all files beside `tensor_files`; with `sync`, return when they are on the disk."""
         written = self._written(tensor_files)
         for name, path in self.copies.items():
-            if name not in written:
-                assert self.store is not None
-                content = read_small(self.store.open(path), _MAX_BYTES)
-                write_small(store, posixpath.join(directory, name), content, sync=sync)
+            if name in written:
+                continue
+            assert self.store is not None
+            file = self.store.open(path)
+            if file.stamp.nbytes > SMALL_BYTES:  # of a store whose listing has no sizes
+                logger.warning("%s: not copied: it has %d bytes", path, file.stamp.nbytes)
+                file.close()
+                continue
+            content = read_small(file, SMALL_BYTES)
+            above = posixpath.dirname(posixpath.join(directory, name))
+            if store.is_local and "/" in name:
+                with storage_errors(f"{above}: cannot be made", OSError):
+                    make_directory(above)
+            write_small(store, posixpath.join(directory, name), content, sync=sync)
+            if sync and "/" in name:
+                store.sync(above)
         for name, content in written.items():
             write_small(store, posixpath.join(directory, name), content, sync=sync)
 
@@ -116,22 +145,45 @@ class ModelFiles:
 
     def stored_as(self, dtype: np.dtype) -> ModelFiles:
         """Return the same files for tensors that are all cast to `dtype`; transformers then loads the model in it."""
-        if self.config is None:
+        return self if self.config is None else replace(self, config=_in_dtype(self.config, dtype))
+
+    def cast(self, stored: TensorTypes, source: Checkpoint, config: Mapping[str, Any]) -> ModelFiles:
+        """Return the files for tensors `stored` like those of `source`, whose config is `config`.
+
+        If most elements are no longer of the dtype that they have there, the config names their new dtype.
+        """
+        before = {name: (source[name].dtype, shape) for name, shape in source.shapes.items() if name in stored}
+        dtype = _most(stored)
+        if dtype is None or dtype == _most(before):
             return self
-        config = dict(self.config)
-        if isinstance(config.get("text_config"), dict):
-            config["text_config"] = dict(config["text_config"])
-        for part in (config, config.get("text_config")):
-            if isinstance(part, dict):
-                part |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in part}
-        return replace(self, config=config)
+        return replace(self, config=self.config or config or None).stored_as(dtype)
+
+
+def _most(tensors: TensorTypes) -> np.dtype | None:
+    """Return the dtype that most elements of floating point have, of those with 16 bits or more."""
+    elements: dict[np.dtype, int] = {}
+    for dtype, shape in tensors.values():
+        if is_float(dtype) and dtype.itemsize > 1:
+            elements[dtype] = elements.get(dtype, 0) + prod(shape)
+    return max(elements, key=elements.__getitem__, default=None)
+
+
+def _in_dtype(config: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """Return a config that names `dtype` wherever it names one: for the whole model, or for a part of it."""
+    named = dict(config)
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and value is not None:
+            named[key] = dtype.name
+        elif key.endswith("_config") and isinstance(value, Mapping) and key not in QUANTIZATION_KEYS:
+            named[key] = _in_dtype(value, dtype)
+    return named
 
 
 def model_files_of(config: Any, storage_options: Mapping[str, Any] | None) -> ModelFiles:
     """Return the model's files that a caller's `config` stands for.
 
     `config` is the content of a `config.json`, an object whose `to_dict` returns that, the path or a URL of such a
-    file, or of a directory with one; of a directory, the tokenizer's files and their like are also copied. Raises
+    file, or of a directory with one; of a directory, its other small files are also copied. Raises
     `MappingError` if it is not a config, and `StorageError` if it cannot be read.
     """
     if not isinstance(config, str | os.PathLike):
@@ -152,18 +204,11 @@ def files_beside(checkpoint: Checkpoint) -> ModelFiles:
 
 
 def files_of_model(store: Store, directory: str) -> ModelFiles:
-    """Return the files of a directory to copy, which belong to a model besides its tensors.
+    """Return the files of a directory to copy, which belong to a model besides its tensors; see `small_files`.
 
     If a server does not list its files, the result has those of the usual names that it has.
     """
-    if not store.lists:
-        usual = {name: posixpath.join(directory, name) for name in _PATTERNS if "*" not in name}
-        copies = {name: path for name, path in usual.items() if is_there(store, path)}
-    else:
-        paths = {name: posixpath.join(directory, name) for name in store.list(directory) or ()}
-        copies = {
-            name: path
-            for name, path in paths.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS) and not os.path.isdir(path)
-        }
-    return ModelFiles(copies=copies, store=store)
+    if store.lists:
+        return ModelFiles(copies=small_files(store, directory), store=store)
+    usual = {name: posixpath.join(directory, name) for name in _USUAL}
+    return ModelFiles(copies={name: path for name, path in usual.items() if is_there(store, path)}, store=store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
-from orbax_safetensors.checkpoint.files import Opening, StoredFile, checkpoint_files, read_files, read_usual
+from orbax_safetensors.checkpoint.files import Finding, Opening, StoredFile, checkpoint_files, read_files
 from orbax_safetensors.checkpoint.one_state import of_one_state
 from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
-from orbax_safetensors.format.index import Index
+from orbax_safetensors.format.header import shown
+from orbax_safetensors.format.names import some
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import no_collection
@@ -37,7 +38,7 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read the index and all headers, as `open_checkpoint` does, without a family.
 
-    `storage_options` are as in `SafetensorsOptions`. If `partial`, files may be missing, and with them their tensors.
+    `storage_options` are as in `SafetensorsOptions`. If `partial`, files and tensors of the index may be missing.
     If all processes call this with the same new key, `shared_by`, each may read only a part of the headers.
     """
 
@@ -46,7 +47,11 @@ def read_checkpoint(
             raise fault
         logger.warning("%s", fault)
 
-    checkpoint = of_one_state(path, "opened", lambda: _read(path, storage_options, fail, shared_by=shared_by))
+    checkpoint = of_one_state(
+        path, "opened", lambda: _read(path, storage_options, fail, partial=partial, shared_by=shared_by)
+    )
+    for level, finding in checkpoint.findings:
+        logger.log(level, "%s", finding)
     if not checkpoint.files:
         raise MissingError(f"{checkpoint.path}: has none of the files that the index names")
     return checkpoint
@@ -64,8 +69,8 @@ def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) ->
     except StorageError:
         raise
     except SafetensorsError as fault:
-        faults.append(fault)
-    return faults or checkpoint
+        return [*faults, fault]
+    return [*faults, *(finding.fault for finding in checkpoint.findings)] if faults else checkpoint
 
 
 def _read(
@@ -73,6 +78,7 @@ def _read(
     storage_options: Mapping[str, Any] | None,
     report: Callable[[SafetensorsError], None],
     *,
+    partial: bool = False,
     examined: bool = False,
     shared_by: str | None = None,
 ) -> Checkpoint:
@@ -86,19 +92,14 @@ def _read(
     found = checkpoint_files(store, path, report, use_record=not examined)
     paths, index = found.paths, found.index
     files = []
-    usual = found.assumed and paths != [path]
     known = dict(found.recorded)
     unknown = [path for path in paths if path not in known]
     to_find, without_record = found.opening
     opening = Opening(to_find + len(unknown), without_record + len(paths))
-    if shared_by is not None and unknown and not (usual or store.is_local):
+    if shared_by is not None and unknown and not store.is_local:
         shared = shared_texts(store, unknown, shared_by)
         known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
-    if usual:
-        read = read_usual(store, path, by_reference=examined)
-    else:
-        read = read_files(store, paths, known, by_reference=examined)
-    for stored_or_fault in read:
+    for stored_or_fault in read_files(store, paths, known, by_reference=examined):
         if found.assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):
@@ -111,14 +112,56 @@ def _read(
             "read goes unnoticed unless its size changes",
             stacklevel=2,
         )
-    return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store, opening=opening)
+    names = None if index is None else index.weight_map
+    tensors = _tensors(files, names, report)
+    omitted, findings = {}, found.findings
+    if names is not None:
+        for fault in _lacking(path, files, names, tensors):
+            if partial:
+                logger.warning("%s", fault)
+            else:
+                report(fault)
+        omitted = _tensors(files, dict(_omitted(files, names)), lambda fault: None)
+    if omitted:
+        text = f"holds {len(omitted)} tensors that {found.index_name} does not name, and that are not read"
+        finding = IndexFileError(f"{path}: {text}: {some(list(omitted), shown)}")
+        findings = (*findings, Finding(logging.WARNING, finding))
+    return Checkpoint(
+        path,
+        tuple(files),
+        tensors,
+        store,
+        opening=opening,
+        index_name=found.index_name,
+        omitted=omitted,
+        findings=findings,
+    )
+
+
+def _lacking(
+    path: str, files: list[StoredFile], weight_map: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> Iterator[IndexFileError]:
+    """Yield an error for each tensor that the index names in one of `files` and that is not there."""
+    read = {posixpath.basename(stored.path) for stored in files}
+    for name, file in weight_map.items():
+        if name not in tensors and file in read:
+            where = posixpath.join(path, file)
+            yield IndexFileError(f"{where}: expected tensor {name!r}, which the index says is there, found none")
+
+
+def _omitted(files: list[StoredFile], weight_map: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the tensors that the index does not name, with the files that hold them."""
+    for stored in files:
+        for name in stored.header.tensors:
+            if name not in weight_map:
+                yield name, posixpath.basename(stored.path)
 
 
 @no_collection()
 def _tensors(
-    path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
+    files: list[StoredFile], weight_map: Mapping[str, str] | None, report: Callable[[SafetensorsError], None]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of `files` by name, only those that the index names if there is one."""
+    """Return the tensors of `files` by name, only those of `weight_map`, which has their files, if there is one."""
     tensors: dict[str, StoredTensor] = {}
     several: dict[str, list[StoredPiece]] = {}
     sharded = False
@@ -127,7 +170,7 @@ def _tensors(
         sharded = sharded or offsets is not None
         base_name = posixpath.basename(stored.path)
         for name, entry in stored.header.tensors.items():
-            if index is not None and index.weight_map.get(name) != base_name:
+            if weight_map is not None and weight_map.get(name) != base_name:
                 continue
             piece = StoredPiece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])
             other = tensors.get(name)
@@ -136,7 +179,8 @@ def _tensors(
             elif offsets is not None:
                 several.setdefault(name, [*other.pieces]).append(piece)
             else:
-                report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {files[other.file].path}"))
+                also = f"tensor {name!r} is also in {files[other.file].path}"
+                report(IndexFileError(f"{stored.path}: {also}; pass the path of one file to read it alone"))
     for name, tensor in list(tensors.items()) if sharded else ():
         if name in several or any(tensor.pieces[0].start):
             try:
@@ -144,12 +188,6 @@ def _tensors(
             except SafetensorsError as fault:
                 report(fault)
                 del tensors[name]
-    if index is not None:
-        read = {posixpath.basename(stored.path) for stored in files}
-        for name, file in index.weight_map.items():
-            if name not in tensors and file in read:
-                where = posixpath.join(path, file)
-                report(IndexFileError(f"{where}: expected tensor {name!r}, which the index says is there, found none"))
     return tensors
 
 

@@ -18,6 +18,7 @@ from orbax_safetensors.checkpoint.family import (
     mapped_by,
     without_family,
 )
+from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model
 from orbax_safetensors.checkpoint.quantized import quantized_tensors
@@ -26,7 +27,6 @@ from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.format.layout import FILE_NAME, file_names
 from orbax_safetensors.format.names import by_path, by_same, some
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.mapping import registry
@@ -43,6 +43,7 @@ class Reference:
 
     Attributes:
       checkpoint: each tensor is in one piece, and plain if a family sees it decoded.
+      listed: the same without tensors that the index does not name; a family sees these.
       source: the same checkpoint, from which these tensors can be read.
       family: the family whose tree is saved; None for a tree of stored names.
       config: the content of the config, {} if there is none.
@@ -51,6 +52,7 @@ class Reference:
     """
 
     checkpoint: Checkpoint
+    listed: Checkpoint
     source: Checkpoint
     family: Family | None
     config: Mapping[str, Any]
@@ -95,12 +97,14 @@ class Reference:
         return viewed, {tensor: tensors[tensor] for tensor in stored.tensors if tensor in tensors}
 
     def files(self, tensors: Iterable[str]) -> dict[str, list[str]] | None:
-        """Return the names of `tensors` by file, as the checkpoint has them; None if its files are not named as usual.
+        """Return the names of `tensors` by file, as the checkpoint has them, or None if a save needs other files.
 
-        A file without any of `tensors` would leave a gap in the numbers of the others, and is not usual either.
+        It does if the files hold pieces of tensors, if one file of any name was passed, or if a file has none of
+        `tensors`, which would leave a gap in the numbers of the others.
         """
         names = [posixpath.basename(file.path) for file in self.checkpoint.files]
-        if sorted(names) not in ([FILE_NAME], file_names(len(names))):
+        in_pieces = self.metadata != self.checkpoint.metadata
+        if in_pieces or (self.checkpoint.is_file and names != [f"{self.checkpoint.stem}{SUFFIX}"]):
             return None
         files: dict[str, list[str]] = {name: [] for name in sorted(names)}
         for tensor in tensors:
@@ -110,10 +114,10 @@ class Reference:
     def _mapped(self, variant: Mapping[str, Any]) -> Tree:
         if self.family is None:
             without_family(variant)
-            return Tree(self.checkpoint.leaves)
+            return Tree(self.listed.leaves)
         dequantize: Dequantize = "split" if self.splits else False
         try:
-            mapped = mapped_by(self.checkpoint, self.family, self.config, variant, complete=True, dequantize=dequantize)
+            mapped = mapped_by(self.listed, self.family, self.config, variant, complete=True, dequantize=dequantize)
         except MappingError as error:
             raise MappingError(f"like {self.checkpoint.path}: {error}") from error
         leaves = mapped.leaves
@@ -158,17 +162,19 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
         model_files = files_of_model(checkpoint.store, checkpoint.path)
     encoded = Quantization({})
     if known is not None and options.dequantize is True:
-        encoded = quantized_tensors(checkpoint, stored_config)
+        encoded = quantized_tensors(checkpoint.with_omitted(), stored_config)
     if encoded.tensors and config is None:
         model_files = replace(model_files, config=stored_config).plain()
     if config is not None:
         model_files = replace(model_files, config=config)
-    source = checkpoint
+    listed = checkpoint
     if encoded.tensors:
         dtype = stored_dtype(stored_config, checkpoint.decoded_dtype)
-        source = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
+        listed = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
+    source = listed.with_omitted()
     return Reference(
         _as_saved(source, encoded.unused),
+        _as_saved(listed, encoded.unused),
         source,
         known,
         config or stored_config,

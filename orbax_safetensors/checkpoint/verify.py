@@ -113,9 +113,10 @@ def _verified(path: PathLike, data: bool, options: SafetensorsOptions) -> Verifi
     checkpoint = examine(path, options.storage_options)
     if isinstance(checkpoint, list):
         return Verified(checkpoint)
+    findings = [finding.fault for finding in checkpoint.findings]
     # TensorStore finds an object store without options only.
     index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
-    faults = [*_index_faults(checkpoint, index_opens), *record_faults(checkpoint)]
+    faults = [*findings, *_index_faults(checkpoint, index_opens), *record_faults(checkpoint)]
     try:
         recorded = read_checksums(checkpoint) or {}
     except (ChecksumError, StorageError) as fault:  # nothing to compare data with

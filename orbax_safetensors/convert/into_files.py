@@ -91,7 +91,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
         _METADATA,
         max_file_bytes=max_file_bytes,
         alignment=_ALIGNMENT,
-        adapter=model_files.is_adapter,
+        stem=model_files.stem,
     )
     model_files = model_files.storing({name: (dtypes[name], shape) for name, (_, shape) in tensors.items()})
     model_files = replace(model_files, use=use)
@@ -107,7 +107,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
 
 def files_from_files(request: ReshardRequest) -> TileJob:
     """Return the job that lays out safetensors files anew: files of limited size, or one for each device."""
-    checkpoint = read_checkpoint(request.source, request.options.storage_options)
+    checkpoint = read_checkpoint(request.source, request.options.storage_options).with_omitted()
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes, request.options.direct)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
     metadata = _METADATA | without_sharding_info(checkpoint.metadata)
@@ -117,7 +117,7 @@ def files_from_files(request: ReshardRequest) -> TileJob:
             metadata,
             max_file_bytes=request.max_file_bytes,
             alignment=_ALIGNMENT,
-            adapter=checkpoint.is_adapter,
+            stem=checkpoint.stem,
         )
         files = Files.of(layout, source.leaves)
     else:
@@ -127,7 +127,7 @@ def files_from_files(request: ReshardRequest) -> TileJob:
 
 def plain_files_from_files(request: ConvertRequest) -> TileJob:
     """Return the job that makes plain safetensors files of quantised ones, under the stored names."""
-    checkpoint = read_checkpoint(request.source, request.options.storage_options)
+    checkpoint = read_checkpoint(request.source, request.options.storage_options).with_omitted()
     request.check_outside(checkpoint.directory)
     if request.config is None:
         model_files = replace(files_beside(checkpoint), config=read_config(checkpoint) or None)
@@ -143,6 +143,7 @@ def plain_files_from_files(request: ConvertRequest) -> TileJob:
         _METADATA | without_sharding_info(checkpoint.metadata),
         max_file_bytes=MAX_FILE_BYTES,
         alignment=_ALIGNMENT,
+        stem=checkpoint.stem,
     )
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)

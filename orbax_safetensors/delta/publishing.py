@@ -39,7 +39,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMisma
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, Header, TensorEntry
-from orbax_safetensors.format.layout import INDEX_NAME, file_names
+from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.local import LocalStore
@@ -227,7 +227,7 @@ class DeltaJob:
             def write(name: str, tensors: Sequence[str]) -> None:
                 headers[name] = self._write_file(os.path.join(directory, name), tensors, old, new, changed, read.append)
 
-            names = [name.replace("model", stem) for name in file_names(len(groups))]
+            names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
             tasks = [partial(write, name, group) for name, group in zip(names, groups, strict=True)]
             total = max(self.new.nbytes, 1)
             run_tasks(iter(tasks), len(tasks), lambda: None, lambda: meter.moved(sum(read) / total))

@@ -4,6 +4,7 @@ Nothing here looks at the directory: the reader of the files finds out if they e
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,20 @@ INDEX_SUFFIX = ".safetensors.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
 _FILE_SUFFIX = ".safetensors"
+# With a variant, before the suffix as older programs have it, or after `index` as `transformers` and `diffusers` do.
+_NAME = re.compile(r"(.+)\.safetensors\.index(\.[^.]+)?\.json")
+
+
+def is_index(name: str) -> bool:
+    """Return whether a file, by its name or path, is the index of a checkpoint, or of a variant of one."""
+    return _NAME.fullmatch(name) is not None
+
+
+def index_stem(name: str) -> str:
+    """Return the name of an index without what all indexes have in theirs: `model`, or `model.fp16` of a variant."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return match[1] + (match[2] or "")
 
 
 @dataclass(frozen=True)

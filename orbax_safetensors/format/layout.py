@@ -11,26 +11,39 @@ from typing import Any
 
 from orbax_safetensors.format.dtypes import DType, nbytes
 from orbax_safetensors.format.header import PREFIX_BYTES, Header, fingerprint
-from orbax_safetensors.format.index import Index
+from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 
-FILE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+# A stem is what the names of a model's files begin with.
+STEM = "model"
+FILE_NAME = f"{STEM}{_SUFFIX}"
+INDEX_NAME = f"{STEM}{INDEX_SUFFIX}"
 # The file of a PEFT adapter, which is never cut.
-ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_STEM = "adapter_model"
+# Those by which `transformers`, `diffusers` and PEFT find a model in a directory.
+USUAL_STEMS = (STEM, "diffusion_pytorch_model", ADAPTER_STEM)
+ADAPTER_NAME = f"{ADAPTER_STEM}{_SUFFIX}"
 # The largest file of a model on the Hub, in bytes of tensors.
 MAX_FILE_BYTES = 5_000_000_000
 
 _NUMBERED = re.compile(r"^(.*?)((?:-\d+-of-\d+)?\.safetensors)$")
+
+# What tells a file of several from the others, and a part of PyTorch's from other parts. A variant may follow.
+_NUMBER = re.compile(r"^shard-\d+-|-\d+-of-\d+(?=(\.[^.]+)?$)")
 
 TensorFacts = tuple[str, DType, tuple[int, ...]]  # name, dtype and shape
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a checkpoint: their names and headers in order, and the index if there are several."""
+    """The files of a checkpoint: their names and headers in order, and the index, with its name, if there are several.
+
+    Without an index, nobody would find a file with a number either.
+    """
 
     files: tuple[tuple[str, Header], ...]
     index: Index | None
+    index_name: str = INDEX_NAME
 
     @cached_property
     def fingerprints(self) -> dict[str, Mapping[str, Any]]:
@@ -44,16 +57,16 @@ def lay_out(
     *,
     max_file_bytes: int,
     alignment: int,
-    adapter: bool = False,
+    stem: str = STEM,
     group: Callable[[str], Hashable] = lambda name: None,
 ) -> Layout:
     """Lay `tensors` out as Hugging Face does: fill one file after the other, in the order of `tensors`.
 
-    A file holds at most `max_file_bytes` of tensors, or a single longer tensor, and names of one `group`; an `adapter`
-    is one file. The data of a file begins at a multiple of `alignment` bytes. Every file has the same `metadata`.
-    Raises `HeaderError` if a header would be invalid.
+    A file holds at most `max_file_bytes` of tensors, or a single longer tensor, and names of one `group`; an adapter,
+    by its `stem`, is one file. The data of a file begins at a multiple of `alignment` bytes. Every file has the same
+    `metadata`. Raises `HeaderError` if a header would be invalid.
     """
-    if adapter:
+    if stem == ADAPTER_STEM:
         return lay_out_files({ADAPTER_NAME: tensors}, metadata, alignment=alignment)
     groups: dict[Hashable, list[list[TensorFacts]]] = {}
     filled: dict[Hashable, int] = {}
@@ -66,19 +79,25 @@ def lay_out(
         files[-1].append((name, dtype, shape))
         filled[key] += size
     parts = [part for files in groups.values() for part in files] or [[]]
-    names = [FILE_NAME] if len(parts) == 1 else file_names(len(parts))
-    return lay_out_files(dict(zip(names, parts, strict=True)), metadata, alignment=alignment)
+    named = dict(zip(file_names(len(parts), stem), parts, strict=True))
+    return lay_out_files(named, metadata, alignment=alignment, index_name=f"{stem}{INDEX_SUFFIX}")
 
 
-def lay_out_files(files: Mapping[str, Sequence[TensorFacts]], metadata: Mapping[str, str], *, alignment: int) -> Layout:
+def lay_out_files(
+    files: Mapping[str, Sequence[TensorFacts]],
+    metadata: Mapping[str, str],
+    *,
+    alignment: int,
+    index_name: str = INDEX_NAME,
+) -> Layout:
     """Lay tensors out in the files of these names, as `lay_out` does."""
     headers = [Header.layout(part, metadata, alignment=alignment) for part in files.values()]
     names = list(files)
-    if len(headers) == 1:
+    if len(headers) == 1 and not _NUMBER.search(names[0].removesuffix(_SUFFIX)):
         return Layout(((names[0], headers[0]),), None)
     weight_map = {tensor: name for name, header in zip(names, headers, strict=True) for tensor in header.tensors}
     total = sum(header.data_bytes for header in headers)
-    return Layout(tuple(zip(names, headers, strict=True)), Index(weight_map, {"total_size": total}))
+    return Layout(tuple(zip(names, headers, strict=True)), Index(weight_map, {"total_size": total}), index_name)
 
 
 def avoiding(layout: Layout, taken: Collection[str]) -> Layout:
@@ -88,7 +107,12 @@ def avoiding(layout: Layout, taken: Collection[str]) -> Layout:
     names = dict(zip((old := [name for name, _ in layout.files]), free_names(old, taken), strict=True))
     weight_map = {tensor: names[name] for tensor, name in layout.index.weight_map.items()}
     files = tuple((names[name], header) for name, header in layout.files)
-    return Layout(files, Index(weight_map, layout.index.metadata))
+    return Layout(files, Index(weight_map, layout.index.metadata), layout.index_name)
+
+
+def file_stem(name: str) -> str:
+    """Return the name of a file without its suffix and its number: `model`, or `model.fp16` of a variant."""
+    return _NUMBER.sub("", name.removesuffix(_SUFFIX))
 
 
 def free_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
@@ -100,6 +124,8 @@ def free_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
     return free
 
 
-def file_names(count: int) -> list[str]:
-    """Return the names of the files of a checkpoint that has several."""
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+def file_names(count: int, stem: str = STEM) -> list[str]:
+    """Return the names of the files of a checkpoint."""
+    if count == 1:
+        return [f"{stem}{_SUFFIX}"]
+    return [f"{stem}-{number:05}-of-{count:05}{_SUFFIX}" for number in range(1, count + 1)]

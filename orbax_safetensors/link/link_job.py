@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import os
@@ -26,9 +25,8 @@ from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.trees import nodes
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.format.digest import digest_of
-from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.link_request import LinkRequest
 from orbax_safetensors.link.staging import ObjectStaging, Staging
 from orbax_safetensors.options import Progress
@@ -46,6 +44,7 @@ from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.metadata import HANDLER, item_files, record_in_step, step_files
 from orbax_safetensors.orbax_store.ocdbt import Entry, merge, write_references
 from orbax_safetensors.orbax_store.restore_plan import OrbaxRestorePlan, plan_arrays
+from orbax_safetensors.storage.local import make_directory
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_sink import orbax_sink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -202,8 +201,8 @@ class LinkJob:
         for name, content in {**step_files(checkpoint.envelope.custom_metadata), **small}.items():
             staging.write(name, content)
         if not request.in_source:
-            files = [file.path for file in checkpoint.files]
-            _link_files(request, [*files, *_model_files(checkpoint)], staging.path)
+            names = [os.path.basename(file.path) for file in checkpoint.files] + _model_files(checkpoint)
+            _link_files(request, checkpoint.directory, names, staging.path)
         write_header_record(checkpoint.store, checkpoint.directory, checkpoint.fingerprints)
         for file in checkpoint.files:
             with closing(checkpoint.store.open(file.path)) as opened:
@@ -288,27 +287,25 @@ def _digest(request: LinkRequest, checkpoint: Checkpoint) -> str:
 
 
 def _model_files(checkpoint: Checkpoint) -> list[str]:
-    """Return the other files of a model: their index, `config.json`, the tokenizer's files and their like."""
-    directory = checkpoint.directory
-    indexes = [] if checkpoint.is_file else glob.glob(f"*{INDEX_SUFFIX}", root_dir=directory)
-    return [
-        *files_of_model(checkpoint.store, directory).copies.values(),
-        *(os.path.join(directory, name) for name in indexes),
-    ]
+    """Return the other files of a model: their index, `config.json`, and all that a copy of the model would have."""
+    index = [] if checkpoint.index_name is None else [checkpoint.index_name]
+    return [*files_of_model(checkpoint.store, checkpoint.directory).copies, *index]
 
 
-def _link_files(request: LinkRequest, files: list[str], directory: str) -> None:
+def _link_files(request: LinkRequest, source: str, names: list[str], directory: str) -> None:
     """Link files in `directory`, which becomes the destination: by relative symbolic links, or by hard links."""
-    above, name = os.path.split(request.destination)
-    becomes = os.path.join(os.path.realpath(above), name)
-    for file in files:
-        link = os.path.join(directory, os.path.basename(file))
+    above, base_name = os.path.split(request.destination)
+    becomes = os.path.join(os.path.realpath(above), base_name)
+    for name in names:
+        file, link = os.path.join(source, name), os.path.join(directory, name)
         if not os.path.isfile(file):  # a reader that opens a link to a pipe waits for ever
             raise StorageError(f"{file}: is not a regular file")
+        with storage_errors(f"{link}: cannot be made", OSError):
+            make_directory(os.path.dirname(link))
         try:
             if request.hard_links:
                 os.link(os.path.realpath(file), link)  # if `file` is a link, to its target
             else:
-                os.symlink(os.path.relpath(file, becomes), link)
+                os.symlink(os.path.relpath(file, os.path.dirname(os.path.join(becomes, name))), link)
         except OSError as error:
             raise StorageError(f"{link}: cannot be made a link to {file}: {error.strerror}") from error

@@ -67,10 +67,12 @@ class IndexNote:
         record = self.saved or self.linked or {}
         return record if record.get("family") else None
 
-    def changed(self, directory: str, present: Mapping[str, Mapping[str, Any]]) -> list[StorageError]:
+    def changed(
+        self, directory: str, present: Mapping[str, Mapping[str, Any]], *, partial: bool = False
+    ) -> list[StorageError]:
         """Return an error for each file in a directory that is no longer the one that the index was made of.
 
-        `present` are the fingerprints of the files that are there, by name.
+        `present` are the fingerprints of the files that are there, by name; if `partial`, others may be missing.
         """
         return [
             StorageError(
@@ -78,7 +80,7 @@ class IndexNote:
                 f"{expected}, found {present.get(name, 'no such file in the checkpoint')}"
             )
             for name, expected in self.files.items()
-            if present.get(name) != expected
+            if present.get(name) != expected and not (partial and name not in present)
         ]
 
     def altered(self, store: Store, directory: str) -> Iterator[StorageError]:

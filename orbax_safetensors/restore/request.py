@@ -116,6 +116,11 @@ class RestoreRequest:
         return self.sharding_of is not None or self.mesh is not None
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether tensors may be left out, and so may be missing."""
+        return self.partial or bool(self.only)
+
+    @property
     def has_tree(self) -> bool:
         """Whether the caller says which leaves to restore."""
         return self.item is not None or self.restore_args is not None

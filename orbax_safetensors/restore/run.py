@@ -63,13 +63,13 @@ class _Prepared(NamedTuple):
 def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
     """Open the checkpoint, see it through its family, match the leaves, and say where arrays go."""
     options = request.options
-    stored = read_checkpoint(request.path, options.storage_options, partial=request.partial, shared_by=keys.headers)
+    stored = read_checkpoint(request.path, options.storage_options, partial=request.leaves_out, shared_by=keys.headers)
     if keys.restore is not None:
         stored = at_one_commit(stored, request, keys.restore)
     with unless_changed(stored), no_collection():
         checkpoint, matched = seen(request, stored)
         matched = placed(matched, checkpoint.path)
-        comparison = Comparison(checkpoint, partial=request.partial) if options.checksums else None
+        comparison = Comparison(checkpoint, partial=request.leaves_out) if options.checksums else None
         return _Prepared(checkpoint, matched, comparison)
 
 
@@ -106,7 +106,7 @@ def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matc
             return nearest_variant(stored, request.family, request.leaf_shapes(), passed)
 
         return with_variant(attempt, request.variant, nearest)
-    tree = saved_tree(stored, request.family, request.variant, complete=not request.partial, dequantize=dequantize)
+    tree = saved_tree(stored, request.family, request.variant, complete=not request.leaves_out, dequantize=dequantize)
     checkpoint, sharding_of = tree.checkpoint, request.sharding_of
     if request.mesh is not None:
         sharding_of = cheapest(checkpoint, request.mesh, request.options)

@@ -16,9 +16,10 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import FamilyLike, mapped
 from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.format.names import by_path
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.family import switches_of
+from orbax_safetensors.mapping.family import Family, switches_of
 from orbax_safetensors.options import Dequantize
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.index_note import read_note
@@ -69,16 +70,24 @@ class SavedTree:
     Attributes:
       checkpoint: as the family of the save sees it, or that of the caller.
       recorded: the tree of the save; None if it is not recorded.
+      complete: whether it is an error that the checkpoint lacks leaves of it; otherwise these are placeholders.
     """
 
     checkpoint: Checkpoint
     recorded: RecordedTree | None
+    complete: bool
     _shardings: Mapping[str, ocp.metadata.ShardingMetadata]
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the checkpoint has all leaves of the recorded tree."""
+        leaves, recorded = self.checkpoint.leaves, self.recorded
+        return recorded is None or by_path(recorded.leaves, leaves).keys() <= leaves.keys()
 
     def map(self, leaf: Callable[[SavedLeaf], Any]) -> Any:
         """Return the tree with `leaf(...)` for its leaves, and with its empty nodes.
 
-        Raises `TensorMismatchError` if the checkpoint lacks a leaf of the recorded tree.
+        Raises `TensorMismatchError` if `complete` and the checkpoint lacks a leaf of the recorded tree.
         """
         recorded = self.recorded
         if recorded is None:
@@ -88,6 +97,8 @@ class SavedTree:
 
         def of_name(name: str) -> Any:
             if paths[name] not in views:
+                if not self.complete:
+                    return ocp.PLACEHOLDER
                 raise TensorMismatchError(f"{self.checkpoint.path}: the tree was saved with {name!r}, which is missing")
             kind, view = recorded.leaves[name], views[paths[name]]
             scalar = _SCALARS.get(view.dtype.kind, np.ndarray) if kind == SCALAR else np.ndarray
@@ -105,19 +116,25 @@ def saved_tree(
     It is all leaves of the checkpoint if no tree is recorded, or if another family or variant is requested; `complete`
     and `dequantize` are as for `mapped`. Raises `StorageError` if the files are no longer those that were saved.
     """
-    found = _recorded(stored, family, variant)
-    if found is None:
-        return SavedTree(mapped(stored, family, variant, complete=complete, dequantize=dequantize), None, {})
-    tree, saved_family, saved_variant = found
-    shardings = parse_shardings(_read_beside(stored, SHARDING_FILE), stored.path)
-    checkpoint = mapped(stored, saved_family, saved_variant, complete=complete, dequantize=dequantize)
-    return SavedTree(checkpoint, RecordedTree.parse(tree, stored.path), shardings)
+    found = _recorded(stored, family, variant, complete=complete)
+    if found is not None:
+        tree, saved_family, saved_variant = found
+        shardings = parse_shardings(_read_beside(stored, SHARDING_FILE), stored.path)
+        checkpoint = mapped(stored, saved_family, saved_variant, complete=complete, dequantize=dequantize)
+        saved = SavedTree(checkpoint, RecordedTree.parse(tree, stored.path), complete, shardings)
+        # A family of the caller's may be another of the same name.
+        if not complete or not isinstance(saved_family, Family) or saved.fits:
+            return saved
+    return SavedTree(mapped(stored, family, variant, complete=complete, dequantize=dequantize), None, complete, {})
 
 
 def _recorded(
-    checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None
-) -> tuple[bytes, str, Mapping[str, Any]] | None:
-    """Return the content of `TREE_FILE`, and the family and the variant of the save: `identity` if it used none."""
+    checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None, *, complete: bool
+) -> tuple[bytes, Family | str, Mapping[str, Any]] | None:
+    """Return the content of `TREE_FILE`, and the family or its name, and the variant: `identity` if the save had none.
+
+    Unless `complete`, files of the save may be missing.
+    """
     if checkpoint.is_file or not checkpoint.store.writes:
         return None
     note = read_note(checkpoint.store, checkpoint.path)
@@ -129,20 +146,23 @@ def _recorded(
     try:
         known = registry.find(saved_family, config)
     except MappingError as error:
-        logger.warning(
-            "%s: was saved with the family %r, which is not known here; pass family= to get its tree: %.200s",
-            checkpoint.path,
-            saved_family,
-            error,
-        )
-        return None
+        if family is None:
+            logger.warning(
+                "%s: was saved with the family %r, which is not known here; pass family= to get its tree: %s",
+                checkpoint.path,
+                saved_family,
+                error,
+            )
+        if not (isinstance(family, Family) and family.name == saved_family):
+            return None
+        known = family
     if family is not None and registry.find(family, config) != known:
         return None
     if any(name not in saved_variant or saved_variant[name] != value for name, value in switches_of(variant).items()):
         return None
-    for fault in note.changed(checkpoint.path, checkpoint.fingerprints):
+    for fault in note.changed(checkpoint.path, checkpoint.fingerprints, partial=not complete):
         raise fault
-    return tree, saved_family, saved_variant
+    return tree, family if isinstance(family, Family) else saved_family, saved_variant
 
 
 def _read_beside(checkpoint: Checkpoint, name: str) -> bytes | None:

@@ -82,7 +82,7 @@ def at_one_commit(checkpoint: Checkpoint, request: RestoreRequest, key: str) -> 
         raise TensorMismatchError(f"{request.path}: another process restores {repository} together with this one")
     if pinned == checkpoint.path:
         return checkpoint
-    return read_checkpoint(pinned, request.options.storage_options, partial=request.partial)
+    return read_checkpoint(pinned, request.options.storage_options, partial=request.leaves_out)
 
 
 def all_or_none(key: str, do: Callable[[], _T], *, timeout_secs: float) -> _T:

@@ -11,7 +11,8 @@ from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.checkpoint.model_files import ModelFiles, model_files_of
 from orbax_safetensors.checkpoint.reference import Reference, read_reference
 from orbax_safetensors.format.dtypes import from_numpy, nbytes
-from orbax_safetensors.format.layout import Layout, TensorFacts, lay_out, lay_out_files
+from orbax_safetensors.format.index import INDEX_SUFFIX
+from orbax_safetensors.format.layout import ADAPTER_STEM, Layout, TensorFacts, lay_out, lay_out_files
 from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import NO_FAMILY, Variant
@@ -63,20 +64,22 @@ class Contents:
             assert self.like is not None
             stored = self.like.checkpoint[leaf.name]
             facts[leaf.name] = (leaf.name, stored.stored_dtype, stored.stored_shape)
-        # PEFT reads an adapter from one file.
-        is_adapter = self.model_files.is_adapter or (self.like is not None and self.like.checkpoint.is_adapter)
+        stem = self.model_files.stem
+        if self.like is not None and not self.model_files.is_adapter:
+            stem = self.like.checkpoint.stem
         if count > 1:
             max_file_bytes = min(max_file_bytes, max(1, -(-_nbytes(facts.values()) // count)))
-        elif self.like is not None and not is_adapter and (names := self.like.files(self.tensors)) is not None:
+        elif self.like is not None and stem != ADAPTER_STEM and (names := self.like.files(self.tensors)) is not None:
             files = {file: [facts[name] for name in tensors] for file, tensors in names.items()}
             if all(len(tensors) == 1 or _nbytes(tensors) <= max_file_bytes for tensors in files.values()):
-                return lay_out_files(files, self.metadata, alignment=alignment)
+                index_name = self.like.checkpoint.index_name or f"{stem}{INDEX_SUFFIX}"
+                return lay_out_files(files, self.metadata, alignment=alignment, index_name=index_name)
         return lay_out(
             list(facts.values()),
             self.metadata,
             max_file_bytes=max_file_bytes,
             alignment=alignment,
-            adapter=is_adapter,
+            stem=stem,
             group=(writers or {}).get,
         )
 
@@ -109,7 +112,7 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
             return *stored_leaves(leaves, known, switches, config), switches
         return *reference.stored_leaves(leaves, switches), switches
 
-    stored = None if reference is None else reference.checkpoint.shapes
+    stored = None if reference is None else reference.listed.shapes
     nearest = nearest_to(leaves, known, config, stored)
     viewed, tensors, switches = with_variant(attempt, request.variant, nearest)
     if twice := [leaf.name for leaf in viewed if leaf.is_double]:
@@ -126,5 +129,7 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
         types = tensors | {leaf.name: (leaf.dtype, leaf.shape) for leaf in copied}
         tensors = {name: types[name] for name in reference.checkpoint.tensors if name in types}
     use = NO_FAMILY if known is None else known.use(config, stored, switches)
+    if reference is not None and request.config is None:
+        model_files = model_files.cast(tensors, reference.checkpoint, config)
     model_files = replace(model_files.storing(tensors), use=use)
     return Contents(viewed, tensors, metadata | dict(request.metadata or {}), model_files, reference, copied)

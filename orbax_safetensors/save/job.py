@@ -34,7 +34,7 @@ from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
 from orbax_safetensors.format.index import Index
-from orbax_safetensors.format.layout import INDEX_NAME, Layout, avoiding
+from orbax_safetensors.format.layout import Layout, avoiding
 from orbax_safetensors.geometry.crc import crc_of
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE, UNFINISHED
@@ -322,7 +322,7 @@ class SaveJob:
         if self.shardings:
             add_shardings(files.path, self.shardings)
         if self.layout.index is not None:
-            files.write(INDEX_NAME, self.layout.index.encode())
+            files.write(self.layout.index_name, self.layout.index.encode())
         for name, header in self.layout.files:
             files.write(name, header.encoded, header.file_bytes)
         if self.index is not None and self.index.nodes is not None:
@@ -355,7 +355,7 @@ class SaveJob:
         if self.shardings:
             add_shardings(files.path, self.shardings)
         if index is not None:
-            files.write(INDEX_NAME, index.encode())
+            files.write(self.layout.index_name, index.encode())
         if self._replaces:
             files.delete_others()
         files.names.add(HEADERS_NAME)

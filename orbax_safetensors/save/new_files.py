@@ -16,12 +16,12 @@ from typing import Self
 
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.checkpoint.files import SUFFIX, is_part
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
-from orbax_safetensors.format.index import INDEX_SUFFIX, Index
-from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.format.index import Index, is_index
+from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
@@ -142,21 +142,26 @@ class NewFiles:
         self.store.delete(self.path, [FINISHED_FILE])
 
     def replace_index(self, index: Index) -> None:
-        """Make the new files the checkpoint, in the place of the files that an index names so far, if there is one."""
+        """Make the new files the checkpoint, in the place of the files that an index names so far, if there is one.
+
+        A `model.safetensors` that is not among them goes then, as readers take it before an index.
+        """
         self._is_replaced = True
         content = index.encode()
-        if not any(name.endswith(INDEX_SUFFIX) for name in self.store.below(self.path)):
-            return
+        before = self.store.below(self.path)
+        last = [name for name in before if name == FILE_NAME and name not in index.files]
         try:
-            self._write(INDEX_NAME, content)
+            if any(map(is_index, before)):
+                self._write(INDEX_NAME, content)
+            self.store.delete(self.path, last)
         except BaseException:  # perhaps only the answer was lost
-            self._is_replaced = self._read(INDEX_NAME) == content
+            self._is_replaced = self._read(INDEX_NAME) == content and not {*last} & self.store.below(self.path).keys()
             raise
 
     def delete_others(self) -> None:
         """Delete all that is not of this save, an index last."""
         others = [name for name in self.store.below(self.path) if name not in self.names]
-        self.store.delete(self.path, [name for name in others if not name.endswith(INDEX_SUFFIX)])
+        self.store.delete(self.path, [name for name in others if not is_index(name)])
         self.store.delete(self.path, others)
 
 
@@ -170,5 +175,5 @@ def check_replaceable(path: str, names: Sequence[str]) -> None:
 
 def _of_checkpoints(names: Sequence[str]) -> list[str]:
     """Return the names that a reader would take for files of a checkpoint."""
-    files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")]
+    files = [name for name in names if is_part(name)]
     return files + [name for name in names if name.startswith(INDEX_NAMES) and name not in files]

@@ -13,7 +13,6 @@ import numpy as np
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.digest import digest_of
-from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import NewFile, write_small
@@ -137,7 +136,7 @@ class FilesSink(Sink):
         self.workspace.check_complete(len(self._numbers))
         self._model_files.write(self._store, directory, self._files.layout.fingerprints)
         if (index := self._files.layout.index) is not None:
-            write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
+            write_small(self._store, os.path.join(directory, self._files.layout.index_name), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):
             write_small(self._store, self._path(number), header.encoded, nbytes=header.file_bytes)
             size = os.stat(self._path(number)).st_size

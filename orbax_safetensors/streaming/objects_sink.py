@@ -197,8 +197,9 @@ class UnfinishedObjects(Workspace):
         self._store, self._layout = store, files.layout
         self.destination = self.path = path
         self._names = [name for name, _ in files.layout.files]
-        self._all_names = sorted({*self._names, *model_files.names, INDEX_NAME})
-        self._last_name = self._names[-1] if files.layout.index is None else INDEX_NAME
+        copied = {name.partition("/")[0] for name in model_files.names}  # as a listing has them
+        self._all_names = sorted({*self._names, *copied, files.layout.index_name})
+        self._last_name = self._names[-1] if files.layout.index is None else files.layout.index_name
         self._record_path = posixpath.join(path, self._last_name)
         self._digest = digest
 
@@ -215,8 +216,9 @@ class UnfinishedObjects(Workspace):
         begun = self._begun()
         if other := sorted(names.difference(begun["names"] if begun else ())):
             # Other layouts have their record in another place: the index, or the last file.
-            last = max((name for name in names if name.endswith(".safetensors")), default=INDEX_NAME)
-            if any(self._read(posixpath.join(self.path, name)) for name in {INDEX_NAME, last} & {*other}):
+            last = max((name for name in names if name.endswith(".safetensors")), default=self._layout.index_name)
+            records = {INDEX_NAME, self._layout.index_name, last} & {*other}
+            if any(self._read(posixpath.join(self.path, name)) for name in records):
                 raise StorageError(
                     f"{self.path}: holds what another conversion has begun, of another layout or with other "
                     "arguments; finish it with resume (--resume) and the arguments that it was begun with, or delete it"

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -79,7 +80,7 @@ def test_a_directory_with_an_index(tmp_path, caplog):
     with caplog.at_level("INFO"):
         checkpoint = ost.open_checkpoint(tmp_path)
     assert sorted(checkpoint.tensors) == ["a", "b"]
-    assert "they are ignored: consolidated.safetensors" in caplog.text
+    assert "not read: consolidated.safetensors" in caplog.text
 
 
 def test_files_may_be_links_into_a_cache(tmp_path):
@@ -97,9 +98,102 @@ def test_one_of_several_indexes(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     (tmp_path / "model.fp16.safetensors.index.json").write_text("not json")
     assert list(ost.open_checkpoint(tmp_path).tensors) == ["a"]
-    index.rename(tmp_path / "other.safetensors.index.json")
-    with pytest.raises(ost.IndexFileError, match=r"expected .* or one other index, found model\.fp16"):
+    other = index.rename(tmp_path / "other.safetensors.index.json")
+    assert list(ost.open_checkpoint(tmp_path).tensors) == ["a"]
+    shutil.copy(other, tmp_path / "another.safetensors.index.json")
+    with pytest.raises(
+        ost.IndexFileError, match=r"expected .* or one other index, found .*; pass the path of one file"
+    ):
         ost.open_checkpoint(tmp_path)
+
+
+# Of a directory, by the names of its files: those that are read. Each file has a tensor of its own name.
+CHOICES = {
+    "Mistral's own copy": ["model", "*consolidated"],
+    "its numbered copy": ["1-of-2", "2-of-2", "*consolidated-00001-of-00001"],
+    "a variant": ["model", "*model.fp16"],
+    "a variant of a component": [
+        "diffusion_pytorch_model",
+        "*diffusion_pytorch_model.fp16",
+        "*diffusion_pytorch_model.a.b",
+    ],
+    "a variant in files": ["diffusion_pytorch_model", "*diffusion_pytorch_model.fp16-00001-of-00001"],
+    "a variant in files of older names": ["unet", "*unet-00001-of-00001.non_ema"],
+    "a variant alone": ["model.fp16"],
+    "dots in names": ["Qwen2.5-7B", "Qwen2.5-8B"],
+    "an adapter": ["model", "*adapter_model"],
+    "what an adapter comes with": ["adapter_model", "*new_embeddings"],
+    "a model in files of any names": ["one", "two"],
+    "a copy alone": ["consolidated"],
+}
+
+
+@pytest.mark.parametrize("names", CHOICES.values(), ids=CHOICES)
+def test_which_files_of_a_directory_are_the_model(tmp_path, names, caplog):
+    for name in names:
+        name = name.strip("*")
+        write(tmp_path / f"{name}.safetensors", {name: A})
+    assert sorted(ost.open_checkpoint(tmp_path).tensors) == [name for name in names if name[0] != "*"]
+    beside = [f"{name[1:]}.safetensors" for name in sorted(names) if name[0] == "*"]
+    faults = ost.verify(tmp_path)
+    assert len(faults) == bool(beside)
+    for fault in faults:
+        assert str(fault).endswith(f"pass the path of a file to read it instead; not read: {', '.join(beside)}")
+        assert str(fault) in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "others"),
+    [
+        ("model-{:05}-of-00002", "model", ["model.fp16.safetensors.index.json"]),
+        ("diffusion_pytorch_model-{:05}-of-00002", "diffusion_pytorch_model", ["diffusion_pytorch_model.safetensors"]),
+        ("unet-{:05}-of-00002", "unet", ["unet.safetensors.index.fp16.json", "unet.fp16-00001-of-00001.safetensors"]),
+        ("model-{:05}-of-00002", "model", ["consolidated.safetensors.index.json"]),
+        ("model-{:05}-of-00002", "other", []),
+        ("model.safetensors-{:05}-of-00002", "model", []),
+    ],
+)
+def test_an_index_without_a_variant_says_which_files(tmp_path, files, index, others, caplog):
+    names = [f"{files.format(number)}.safetensors" for number in (1, 2)]
+    for name, tensor in zip(names, "ab", strict=True):
+        write(tmp_path / name, {tensor: A})
+    index = tmp_path / f"{index}.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
+    for name in others:
+        if name.endswith(".json"):
+            (tmp_path / name).write_text('{"weight_map": {"z": "z.safetensors"}}')
+        else:
+            write(tmp_path / name, {"z": A})
+    with caplog.at_level("INFO"):
+        assert list(ost.open_checkpoint(tmp_path).tensors) == ["a", "b"]
+    assert all(name in caplog.text for name in others)
+    assert len(ost.verify(tmp_path)) == bool(others)
+
+
+def test_a_single_file_goes_before_an_index_of_others(tmp_path, caplog):
+    write_indexed(tmp_path, [{"a": A}, {"b": B}])
+    write(tmp_path / "model.safetensors", {"c": C})
+    assert list(ost.open_checkpoint(tmp_path).tensors) == ["c"]
+    assert "the model is model.safetensors; " in caplog.text
+    assert "model.safetensors.index.json" in str(ost.verify(tmp_path)[0])
+    # As some programs write it for every model.
+    change_index(tmp_path, lambda names: (names.clear(), names.update(c="model.safetensors")))
+    for path in tmp_path.glob("model-*"):
+        path.unlink()
+    assert ost.verify(tmp_path) == []
+
+
+def test_tensors_that_the_index_omits_are_named(tmp_path, caplog):
+    write_indexed(tmp_path, [{"a": A, "mtp.0": B}, {"b": B, "mtp.1": C}])
+    change_index(tmp_path, lambda names: [names.pop(name) for name in ("mtp.0", "mtp.1")])
+    checkpoint = ost.open_checkpoint(tmp_path)
+    assert list(checkpoint.tensors) == ["a", "b"]
+    assert list(checkpoint.omitted) == ["mtp.0", "mtp.1"]
+    (fault,) = ost.verify(tmp_path)
+    assert str(fault).endswith(
+        "2 tensors that model.safetensors.index.json does not name, and that are not read: 'mtp.0', 'mtp.1'"
+    )
+    assert str(fault) in caplog.text
 
 
 def corrupt(path):
@@ -207,7 +301,10 @@ def test_faults_are_found_together(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     write(tmp_path / "model-00003-of-00003.safetensors", {"d": C})
     faults = examine(tmp_path)
-    assert [type(fault) for fault in faults] == [ost.MissingError, ost.HeaderError, ost.IndexFileError]
+    assert [type(fault) for fault in faults] == [ost.MissingError, ost.HeaderError, *[ost.IndexFileError] * 2]
+    assert "holds 1 tensors that model.safetensors.index.json does not name, and that are not read: 'd'" in str(
+        faults[3]
+    )
 
 
 @pytest.mark.parametrize("open_path", [ost.load, ost.open_checkpoint, ost.verify, ost.link, ost.plan_link])
@@ -299,7 +396,10 @@ LOST = {
     "a hole": (lambda d: numbered(d, 1, 3, 4), ["model-00002-of-00004"]),
     "the last two": (lambda d: numbered(d, 1, 2), ["model-00003-of-00004", "model-00004-of-00004"]),
     "counted from 0": (lambda d: numbered(d, 0, 1, 3), ["model-00002-of-00004"]),
-    "one set of two": (lambda d: (numbered(d, 1, 2, 3, 4), numbered(d, 2, count=2, stem="x")), ["x-00001-of-00002"]),
+    "one set of two": (
+        lambda d: (numbered(d, 1, 2, 3, 4, stem="y"), numbered(d, 2, count=2, stem="x")),
+        ["x-00001-of-00002"],
+    ),
     "hidden": (
         lambda d: (numbered(d, 1, 2, 3, 4), (d / "model-00002-of-00004.safetensors").rename(d / ".safetensors")),
         ["model-00002-of-00004"],
@@ -336,11 +436,7 @@ def test_a_set_that_lacks_very_many_files(tmp_path):
 WHOLE = {
     "numbered": lambda d: numbered(d, 1, 2, 3, 4),
     "counted from 0": lambda d: numbered(d, 0, 1, 2, 3),
-    "two sets": lambda d: (numbered(d, 1, 2, count=2), numbered(d, 1, 2, 3, count=3, stem="x")),
-    "an adapter beside a set": lambda d: (
-        numbered(d, 1, 2, count=2),
-        write(d / "adapter_model.safetensors", {"a": A}),
-    ),
+    "two sets": lambda d: (numbered(d, 1, 2, count=2, stem="y"), numbered(d, 1, 2, 3, count=3, stem="x")),
     # PyTorch, `save_distributed`: the second rank has nothing of the second file.
     "ranks with a part of the files": lambda d: [
         write(d / f"shard-{rank:05}-model-{number:05}-of-00002.safetensors", {f"{rank}.{number}": A})

@@ -155,6 +155,7 @@ def test_safetensors_are_laid_out_anew(tmp_path, memory_bytes):
     arrays = checkpoint(tmp_path / "from", empty=np.zeros((0, 3), np.float32))
     ost.reshard(tmp_path / "from", tmp_path / "one", memory_bytes=memory_bytes)
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        "README.md",
         "config.json",
         "model.safetensors",
         "tokenizer.json",

@@ -223,3 +223,33 @@ def test_a_tree_that_leaves_out_tensors(directory, line):
 def test_wrong_names(directory, target, partial, error, message):
     with pytest.raises(error, match=message):
         ost.load(directory, target, partial=partial)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("family", [None, "flat"])
+def test_what_is_there_of_a_checkpoint_in_part(tmp_path, line, saved, family):
+    """A file that the index names is missing, and a file lacks a tensor that the index says is there."""
+    tree = {name: jnp.full(1024, number, jnp.float32) for number, name in enumerate("abcd")}
+    if family is not None:
+        family = ost.mapping.Family("mine.flat", (), lambda config: {n: ost.mapping.tensor(n, (1024,)) for n in "abcd"})
+    ost.save(tmp_path / "x", tree, family=family, max_file_bytes=8192, index=saved)
+    files = sorted((tmp_path / "x").glob("model-*.safetensors"))
+    assert len(files) == 2
+    files[1].unlink()
+    arguments = {"family": family} if family is not None else {}
+    with pytest.raises(ost.MissingError):
+        ost.load(tmp_path / "x", **arguments)
+    found = ost.load(tmp_path / "x", line, partial=["a"], **arguments)
+    assert list(found) == ["a"]
+    np.testing.assert_array_equal(found["a"], tree["a"])
+    assert list(ost.load(tmp_path / "x", {"b": NamedSharding(line, P())}, partial=True, **arguments)) == ["b"]
+    with pytest.raises(ost.TensorMismatchError, match="'d'"):
+        ost.load(tmp_path / "x", line, partial=["d"], **arguments)
+    if saved:
+        return
+    index = tmp_path / "x" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys("abz", files[0].name)}))
+    with pytest.raises(ost.IndexFileError, match="expected tensor 'z', which the index says is there"):
+        ost.load(tmp_path / "x", **arguments)
+    assert list(ost.load(tmp_path / "x", partial="a", **arguments)) == ["a"]
+    assert list(ost.load(tmp_path / "x", {"b": NamedSharding(line, P())}, partial=True, **arguments)) == ["b"]

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import lora
+from orbax_safetensors.mapping.registry import known
 from tests.support.files import write
 
 IN, OUT, RANK = 8, 12, 2
@@ -144,3 +145,20 @@ def test_what_lora_does_not_have_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ost.MappingError, match="no leaf of the tree uses these stored tensors: .*magnitude"):
         ost.load(tmp_path, family=lora({"up": "model.layers.0.mlp.up"}, BASE))
+
+
+def test_the_saved_tree_of_a_family_that_nobody_registered(tmp_path, caplog):
+    family, of_other_modules = lora(MODULES, BASE), lora({"up": "model.layers.{}.mlp.up"}, BASE)
+    shapes = {name: view.shape for name, view in family.tree(CONFIG).items()}
+    nested: dict = {"layers": [{"up": {"lora": {}}} for _ in range(11)]}
+    for name, shape in shapes.items():
+        nested["layers"][int(name.split(".")[1])]["up"]["lora"][name.rpartition(".")[2]] = np.ones(shape, np.float32)
+    ost.save(tmp_path / "adapter", nested, family=family, config=CONFIG)
+    loaded = ost.load(tmp_path / "adapter", family=family)
+    assert jax.tree.structure(loaded) == jax.tree.structure(nested)
+    assert ost.load(tmp_path / "adapter", family=of_other_modules)["up"]["lora_a"].shape == (11, IN, RANK)
+    assert not caplog.records
+    ost.load(tmp_path / "adapter")
+    (record,) = caplog.records
+    assert "was saved with the family 'peft.lora', which is not known here; pass family=" in record.getMessage()
+    assert set(record.getMessage().rpartition("there are ")[2].split(", ")) == {family.name for family in known()}

@@ -53,7 +53,7 @@ def source(tmp_path):
     shutil.copytree(stored_directory("qwen3"), tmp_path / "source")
     for name, content in TOKENIZER.items():
         (tmp_path / "source" / name).write_bytes(content)
-    (tmp_path / "source" / "notes.md").write_text("not a file of the model")
+    (tmp_path / "source" / "pytorch_model.bin").write_bytes(b"the same in another format")
     return tmp_path / "source"
 
 
@@ -62,8 +62,8 @@ def test_the_files_are_those_of_the_source_byte_for_byte(tmp_path, source, mesh,
     tree = restore(source, family=family)
     save(tmp_path / "saved", sharded(tree, mesh, ("x", None, "y")), source, AS_REFERENCE, family=family)
     names = {path.name for path in source.iterdir()}
-    assert {name for name in names if not (tmp_path / "saved" / name).exists()} == {"notes.md"}
-    for name in names - {"notes.md", "model.safetensors.index.json"}:
+    assert {name for name in names if not (tmp_path / "saved" / name).exists()} == {"pytorch_model.bin"}
+    for name in names - {"pytorch_model.bin", "model.safetensors.index.json"}:
         assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes(), name
     indexes = [json.loads((at / "model.safetensors.index.json").read_text()) for at in (source, tmp_path / "saved")]
     assert indexes[0]["weight_map"] == indexes[1]["weight_map"]
@@ -432,9 +432,9 @@ def test_from_object_store_to_object_store(request, tmp_path, source, mesh, name
     listed = [one["path"] for one in obstore.list(place.store(), "saved").collect()]
     found = {path.removeprefix("saved/"): bytes(obstore.get(place.store(), path).bytes()) for path in listed}
     for path in source.iterdir():
-        if path.name not in ("notes.md", "model.safetensors.index.json"):
+        if path.name not in ("pytorch_model.bin", "model.safetensors.index.json"):
             assert found[path.name] == path.read_bytes(), path.name
-    assert "notes.md" not in found
+    assert "pytorch_model.bin" not in found
     with pytest.raises(ost.StorageError, match="source: is in .*, which the save would delete"):
         ost.save(place.url, tree, family="maxtext", like=at, force=True, options=options)
 
