@@ -392,6 +392,8 @@ def test_plain_tensors_stay_plain_whatever_the_config_says(config):
 
 def test_plain_fp8_has_no_scales():
     stored = {"a.weight": (E4M3, "F8_E4M3"), "a.bias": ((6,), "BF16"), "a.norm.weight": ((6,), "F32")}
+    stored |= {"lstm.weight_hh_l0": (E4M3, "F8_E4M3"), "lstm.bias_hh_l0": ((6,), "BF16")}
+    stored |= {"flow.translate": ((2, 1), "F8_E4M3"), "flow.log_scale": ((2, 1), "F8_E4M3")}
     assert not quantization(None, stored).tensors
 
 
