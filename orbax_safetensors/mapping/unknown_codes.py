@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
 def is_weight(name: str) -> bool:
     """Return whether a name is one that layers give to their weights, or to codes of these."""
-    return _WEIGHT.search(_leaf(name)) is not None or _leaf(name) == "codes" or ".experts." in name
+    return _WEIGHT.search(_leaf(name)) is not None or _leaf(name) in ("codes", "bitmask") or ".experts." in name
 
 
 def looks_coded(name: str, stored: StoredTypes) -> bool:

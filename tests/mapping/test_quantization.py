@@ -448,6 +448,11 @@ def fp8(scales, dtype="F32"):
         (FP8, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
         (None, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
         (None, fp8(()) | {"b.weight": (E4M3, "F8_E4M3")}, "'b.weight' is F8_E4M3: expected its scales"),
+        (
+            compressed(),
+            {"a.compressed": ((9,), "BF16"), "a.bitmask": ((6, 8), "U8")},
+            "'a.bitmask' is U8: expected plain",
+        ),
         (None, {"a.weight_packed": ((6, 8), "I32")}, "'a.weight_packed' is I32: expected its scales"),
     ],
 )
