@@ -461,6 +461,13 @@ def test_files_that_contradict_their_config_are_named(config, stored, said):
         quantization(config, stored)
 
 
+@pytest.mark.parametrize("scales", [(6, 0), (0,), (6, 1000), (0, 0)], ids=str)
+def test_scales_that_no_group_can_have(scales):
+    stored = PACKED | {"a.weight_scale": (scales, "BF16")}
+    with pytest.raises(MappingError, match=r"'a.weight_scale': expected .*\(6,\) for rows"):
+        quantization(None, stored, lambda name: np.array([6, 64]).tobytes())
+
+
 @pytest.mark.parametrize(
     ("config", "stored"),
     [
