@@ -229,7 +229,7 @@ class _Tensor:
                 return f"blocks of {block[0]} x {block[1]}", block, shapes
         size = scheme.group or _MX_GROUP
         if scheme.group is None and self.row.bits is None:
-            size = columns // max(self.shapes[Role.SCALE][-1:] or (1,)) or 1
+            size = columns // max((1, *self.shapes[Role.SCALE][-1:])) or 1
         return f"groups of {size}", (1, size), [] if columns % size else [(*leading, rows, columns // size)]
 
     def _check_required(self, scheme: Scheme) -> None:

@@ -27,6 +27,7 @@ _SCALE = re.compile(r"sca?l(?!ar)|zero|absmax|codebook|g_idx")  # codes do not h
 _PARAMETER = re.compile(
     rf"{_SCALE.pattern}|zp|quant|amax|lut|table|perm|smooth|hadamard|biases|inv|factor|mult|offset|shift"
 )
+_PLAIN = re.compile(r"bias(?!es)|embed")  # what layers also have beside their weights
 _LAYER = 16  # tensors, of which a layer has fewer
 
 
@@ -39,7 +40,7 @@ class Pair(NamedTuple):
 
 def is_weight(name: str) -> bool:
     """Return whether a name is one that layers give to their weights, or to codes of these."""
-    return _WEIGHT.search(_leaf(name)) is not None or _leaf(name) == "codes" or ".experts." in name
+    return _WEIGHT.search(_leaf(name)) is not None or _leaf(name) in ("codes", "bitmask") or ".experts." in name
 
 
 def looks_coded(name: str, stored: StoredTypes) -> bool:
@@ -66,6 +67,8 @@ def pairs(stored: StoredTypes, left: Iterable[str], tensors: Iterable[Quantized]
             continue
         for beside in (*_beside(name, names, stored), *_groups_beside(name, names, stored)):
             count = prod(stored[beside][0])
+            if {dtype, stored[beside][1]} <= FLOAT_CODES:  # a model that is all in fp8
+                continue
             if count < prod(shape) or (count == prod(shape) and _PARAMETER.search(_leaf(beside))):
                 out.append(Pair(name, beside))
     return sorted(out, key=lambda pair: _SCALE.search(_leaf(pair.beside)) is None)
@@ -106,7 +109,7 @@ def _beside(name: str, names: Sequence[str], stored: StoredTypes, dtypes: Set[st
     stem = name[: weight.start()] if weight else name
     for beside in _with_prefix(stem, names):
         rest = beside[len(stem) :]
-        if beside == name or rest.endswith("bias") or stored[beside][1] == "BOOL":
+        if beside == name or _PLAIN.search(rest) or stored[beside][1] == "BOOL":
             continue
         says = _PARAMETER.search(rest) is not None
         if beside.startswith((f"{name}.", f"{name}:")):
@@ -126,7 +129,7 @@ def _groups_beside(name: str, names: Sequence[str], stored: StoredTypes) -> Iter
     shape = stored[name][0]
     for beside in _with_prefix(module, names) if module else ():
         rest, found = beside[len(module) :], stored[beside][0]
-        is_parameter = "." not in rest and _PARAMETER.search(rest) and not rest.endswith("bias")
+        is_parameter = "." not in rest and _PARAMETER.search(rest) and not _PLAIN.search(rest)
         has_rows = min(len(found), len(shape)) > 1 and found[0] == shape[0]
         if is_parameter and has_rows and beside != name and (len(found) == len(shape) or is_weight(name)):
             yield beside

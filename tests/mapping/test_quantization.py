@@ -392,6 +392,8 @@ def test_plain_tensors_stay_plain_whatever_the_config_says(config):
 
 def test_plain_fp8_has_no_scales():
     stored = {"a.weight": (E4M3, "F8_E4M3"), "a.bias": ((6,), "BF16"), "a.norm.weight": ((6,), "F32")}
+    stored |= {"lstm.weight_hh_l0": (E4M3, "F8_E4M3"), "lstm.bias_hh_l0": ((6,), "BF16")}
+    stored |= {"flow.translate": ((2, 1), "F8_E4M3"), "flow.log_scale": ((2, 1), "F8_E4M3")}
     assert not quantization(None, stored).tensors
 
 
@@ -446,12 +448,24 @@ def fp8(scales, dtype="F32"):
         (FP8, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
         (None, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
         (None, fp8(()) | {"b.weight": (E4M3, "F8_E4M3")}, "'b.weight' is F8_E4M3: expected its scales"),
+        (
+            compressed(),
+            {"a.compressed": ((9,), "BF16"), "a.bitmask": ((6, 8), "U8")},
+            "'a.bitmask' is U8: expected plain",
+        ),
         (None, {"a.weight_packed": ((6, 8), "I32")}, "'a.weight_packed' is I32: expected its scales"),
     ],
 )
 def test_files_that_contradict_their_config_are_named(config, stored, said):
     with pytest.raises(MappingError, match=said):
         quantization(config, stored)
+
+
+@pytest.mark.parametrize("scales", [(6, 0), (0,), (6, 1000), (0, 0)], ids=str)
+def test_scales_that_no_group_can_have(scales):
+    stored = PACKED | {"a.weight_scale": (scales, "BF16")}
+    with pytest.raises(MappingError, match=r"'a.weight_scale': expected .*\(6,\) for rows"):
+        quantization(None, stored, lambda name: np.array([6, 64]).tobytes())
 
 
 @pytest.mark.parametrize(
