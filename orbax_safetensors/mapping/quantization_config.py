@@ -107,6 +107,9 @@ def _schemes(method: str, config: Mapping[str, Any]) -> Iterator[Scheme]:
 
 def _compressed(config: Mapping[str, Any]) -> Iterator[Scheme]:
     """Yield the schemes of compressed-tensors."""
+    transforms = config.get("transform_config") or {}
+    if not isinstance(transforms, Mapping) or transforms.get("config_groups"):
+        raise MappingError("quantization_config: transform_config has rotations of weights, which are not undone")
     try:
         described = [group["weights"] for group in config["config_groups"].values() if group.get("weights")]
         kinds = [(each["type"], each["num_bits"], each.get("strategy"), each.get("group_size")) for each in described]

@@ -138,6 +138,7 @@ def test_mxfp4_swaps_rows_and_columns():
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"\[128, 0\]"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "found 128"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
         (compressed(num_bits=[4], type="int"), "expected integers"),
         (compressed(num_bits=4, type="int", group_size="32"), "expected integers"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 4}}}, "not valid"),
