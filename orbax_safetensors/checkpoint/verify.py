@@ -39,7 +39,7 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
         print(fault)
     ```
 
-    What the `safetensors` package refuses of a header is a fault as well, on any store.
+    A header that the `safetensors` package refuses is a fault as well, on any store.
 
     If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, each address of that
     index has to be in a tensor, and Orbax has to be able to read its files.

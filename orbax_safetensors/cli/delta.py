@@ -16,8 +16,8 @@ from orbax_safetensors.cli.tables import Printer, Seconds, Share, Size
 _DESCRIPTION = """\
 Publishes what changed from OLD to NEW, two checkpoints with the same tensors,
 as the directory weight_v000042 below PUBLISH, which appears once it is whole.
-Engines that hold OLD then hold NEW. Experimental: the layout is that of the
-engines, and changes with it.
+Engines that hold OLD then hold NEW. Experimental: engines define the layout,
+and may change it.
 
 A version that exists, or that does not follow the latest one, is refused."""
 

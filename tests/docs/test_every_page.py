@@ -103,6 +103,7 @@ def test_the_quick_start_ends_in_other_logits(of_page, tmp_path):
     names, _ = of_page("quickstart.md")
     before, after = (names["logits"](names[params], names["jnp"].arange(5)) for params in ("params", "tuned"))
     assert before.shape == after.shape == (5, 64)
+    assert not np.array_equal(before, after)
     assert stored(tmp_path / "same").keys() == stored(tmp_path / "qwen3").keys()
 
 
