@@ -113,6 +113,7 @@ TREES: dict[str, Callable[[Mesh], Any]] = {
     "replicated": _all(),
     "mixed": _mixed,
     "copies": _copies,
+    "no arrays": lambda mesh: {"a": (), "b": [None]},
 }
 
 
