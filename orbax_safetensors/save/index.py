@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -154,6 +155,7 @@ def shardings_of(contents: Contents) -> dict[str, ocp.metadata.ShardingMetadata]
     return {name: sharding for name, sharding in shardings.items() if sharding is not None}
 
 
+@lru_cache
 def _sharding(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
     if isinstance(sharding, jax.sharding.NamedSharding):
         return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
