@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax
 from orbax_safetensors.errors import TensorMismatchError
 
 Path = tuple[Any, ...]  # JAX's keys
+Nodes = Sequence[tuple[Path, str, Any]]  # leaves and nodes without children, each with its key path and its name
 
 
 def flatten(tree: Any) -> tuple[jax.tree_util.PyTreeDef, dict[str, Any]]:
@@ -31,8 +33,8 @@ def empty_nodes(tree: Any) -> set[str]:
     return {name for _, name, node in nodes(tree) if is_empty(node)}
 
 
-def nodes(tree: Any) -> list[tuple[Path, str, Any]]:
-    """Return the leaves and the nodes without children of a tree, each with its key path and its name, in order."""
+def nodes(tree: Any) -> Nodes:
+    """Return the leaves and the nodes without children of a tree, in order."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)
     return [(path, _name(path), node) for path, node in paths]
 

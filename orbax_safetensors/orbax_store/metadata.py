@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from orbax_safetensors.devices.trees import Path, is_empty, key_name
+from orbax_safetensors.devices.trees import Nodes, Path, is_empty, key_name
 from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.orbax_store._compat import InternalTreeMetadata, serialize_step_metadata
 from orbax_safetensors.orbax_store.directories import is_on_gcs, names, parse_json, read_json
@@ -53,7 +54,7 @@ _KINDS = (*ARRAYS, SCALAR, STRING)
 
 
 def item_files(
-    nodes: Sequence[tuple[Path, str, Any]],
+    nodes: Nodes,
     *,
     whole: bool = True,
     custom_metadata: Any = None,
@@ -64,8 +65,7 @@ def item_files(
     """Return the small files of an item by their names, last `_METADATA`, which makes it an item.
 
     Args:
-      nodes: of the tree, as `devices.trees.nodes` returns them, with an `OrbaxLeaf` for every array, and scalars and
-        strings, or an `OrbaxLeaf` for a scalar.
+      nodes: of the tree, with an `OrbaxLeaf` for every array, and scalars and strings, or an `OrbaxLeaf` for a scalar.
       whole: whether all chunks of all arrays are stored. If not, a missing chunk is zeros to Orbax, otherwise an error.
       custom_metadata: JSON of the item.
       ocdbt, zarr3: how arrays are stored.
@@ -101,6 +101,35 @@ def item_files(
         "custom_metadata": custom_metadata,
     }
     return {**files, TREE_FILE: json.dumps(metadata).encode()}
+
+
+def readable(nodes: Nodes) -> Nodes | str:
+    """Return the nodes of a tree that Orbax reads once it has recorded them, or why it would not read the tree.
+
+    To Orbax, the children of a node have numbers from 0 on, or names. A node that holds nothing, and has a name among
+    numbers, is left out: `nnx.List` has one. Other classes with keys of both kinds, or other numbers, are unreadable.
+    """
+    numbers: defaultdict[Path, set[str]] = defaultdict(set)  # of the children of a node, by its path
+    names: defaultdict[Path, set[str]] = defaultdict(set)
+    for path, _, _ in nodes:
+        is_known = False
+        while path and not is_known:
+            path, key = path[:-1], path[-1]
+            is_known = path in numbers or path in names
+            (numbers if isinstance(key, _SEQUENCE_KEYS) else names)[path].add(key_name(key))
+    mixed = numbers.keys() & names.keys()
+    left_out = {
+        path
+        for path, _, node in nodes
+        if mixed and path[:-1] in mixed and not isinstance(path[-1], _SEQUENCE_KEYS) and is_empty(node)
+    }
+    for path in left_out:
+        names[path[:-1]].discard(key_name(path[-1]))
+    for path, found in numbers.items():
+        if names.get(path) or found != set(map(str, range(len(found)))):
+            keys, name = sorted(found | names.get(path, set())), ".".join(map(key_name, path))
+            return f"{name!r}: its children are neither those of a list nor of a dict: {keys!r:.80}"
+    return [node for node in nodes if node[0] not in left_out] if left_out else nodes
 
 
 def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:

@@ -68,7 +68,7 @@ def _kind(leaf: Any, args: ocp.RestoreArgs) -> type:
     if isinstance(leaf, jax.sharding.Sharding | Format):
         return jax.Array
     if isinstance(leaf, ocp.metadata.ScalarMetadata):
-        leaf = leaf.dtype.type(0).item()
+        leaf = np.dtype(leaf.dtype).type(0).item()
     for kind in (bool, int, float):
         if isinstance(leaf, kind) or leaf is kind:
             return kind

@@ -101,7 +101,8 @@ class RestoreRequest:
         is_leaf, is_other = jax.tree_util.all_leaves([target]), isinstance(target, type)
         if is_leaf and callable(target) and not is_other:
             return replace(self, sharding_of=target)
-        if is_leaf and (is_other or not (hasattr(target, "shape") or isinstance(target, ocp.RestoreArgs))):
+        describes_leaf = hasattr(target, "shape") or isinstance(target, ocp.RestoreArgs | int | float)
+        if is_leaf and (is_other or not describes_leaf):
             raise TargetTypeError(f"{_TARGETS}, found {target!r}{_meant(target)}")
         leaves = jax.tree_util.tree_leaves(target)
         if leaves and all(isinstance(leaf, jax.Device) for leaf in leaves):

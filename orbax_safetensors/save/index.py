@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.devices.trees import Path, nodes
+from orbax_safetensors.devices.trees import Nodes, nodes
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
@@ -28,7 +29,7 @@ from orbax_safetensors.orbax_store.addressed_array import (
 )
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
-from orbax_safetensors.orbax_store.metadata import item_files
+from orbax_safetensors.orbax_store.metadata import item_files, readable
 from orbax_safetensors.orbax_store.ocdbt import write_references
 from orbax_safetensors.save.contents import Contents
 from orbax_safetensors.save.request import SaveRequest
@@ -54,7 +55,7 @@ class SavedIndex:
     """
 
     arrays: Mapping[str, AddressedArray]
-    nodes: Sequence[tuple[Path, str, Any]] | None
+    nodes: Nodes | None
     zarr3: bool
     names_tensors: bool
     saved: Mapping[str, Any] | None
@@ -93,6 +94,10 @@ def saved_index(request: SaveRequest, contents: Contents) -> SavedIndex | None:
         _leave_out(request, f"its variant {use.variant!r:.200} cannot be recorded: {error}")
         return None
     tree = nodes(request.item)
+    recorded = readable(tree) if request.whole_tree else None
+    if isinstance(recorded, str):
+        _leave_out(request, recorded)
+        return None
     values = {name: node for _, name, node in tree}
     arrays: dict[str, AddressedArray] = {}
     reasons = {}
@@ -111,7 +116,7 @@ def saved_index(request: SaveRequest, contents: Contents) -> SavedIndex | None:
         return None
     return SavedIndex(
         arrays,
-        [(path, name, _recorded(node, arrays.get(name))) for path, name, node in tree] if request.whole_tree else None,
+        recorded and [(path, name, _recorded(node, arrays.get(name))) for path, name, node in recorded],
         request.zarr3,
         names_tensors=use.family is None and arrays.keys() <= contents.tensors.keys(),
         saved=saved if request.whole_tree else None,
@@ -150,6 +155,7 @@ def shardings_of(contents: Contents) -> dict[str, ocp.metadata.ShardingMetadata]
     return {name: sharding for name, sharding in shardings.items() if sharding is not None}
 
 
+@lru_cache
 def _sharding(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
     if isinstance(sharding, jax.sharding.NamedSharding):
         return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)

@@ -136,3 +136,14 @@ def test_registered_handlers(model_files, mesh):
     assert jax.tree.structure(restored) == jax.tree.structure(item)
     for name, array in load_file(model_files / "model.safetensors").items():
         assert_same_bits(names_of(restored)[name], array)
+
+
+def test_layers_that_hold_nothing_stay_in_the_saved_tree(tmp_path):
+    """Among the others of a list, as None to Orbax and to a restore without a tree."""
+    model = eqx.nn.Sequential([eqx.nn.Linear(2, 3, key=jax.random.key(0)), eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)])
+    arrays = eqx.filter(model, eqx.is_array)
+    ost.save(tmp_path / "saved", arrays, index=True)
+    restored = ost.load(tmp_path / "saved")
+    assert [sorted(layer or ()) for layer in restored["layers"]] == [["bias", "weight"], [], ["fn"]]
+    assert jax.tree.structure(ost.load(tmp_path / "saved", arrays)) == jax.tree.structure(arrays)
+    assert ost.load(tmp_path / "saved", partial=["layers.0.bias"])["layers"][1:] == [None, None]

@@ -111,6 +111,7 @@ TREES: dict[str, Callable[[Mesh], Any]] = {
     "replicated": _all(),
     "mixed": _mixed,
     "copies": _copies,
+    "no arrays": lambda mesh: {"a": (), "b": [None]},
 }
 
 

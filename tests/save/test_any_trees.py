@@ -1,6 +1,7 @@
 """The index of a save has every node of a tree as stock Orbax records it, and both restore the same from it."""
 
 import json
+import logging
 import warnings
 
 import jax
@@ -14,7 +15,7 @@ from hypothesis import given
 from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
-from tests.support.any_trees import EMPTY_NODES, Keyed, Numbered, Strict, trees
+from tests.support.any_trees import EMPTY_NODES, BothKinds, Keyed, Numbered, OtherNumbers, Strict, trees
 from tests.support.stock_orbax import differences
 from tests.support.strategies import examples
 
@@ -56,11 +57,9 @@ def check(directory, tree):
     expected = stock(theirs)
     assert differences(stock(ours), expected) == []
     assert differences(ost.load(ours), expected) == []
-    if not jax.tree_util.all_leaves([tree]):
-        expected = stock(theirs, item=tree)
-        assert differences(stock(ours, item=tree), expected) == []
-        restored = ocp.Checkpointer(ost.SafetensorsHandler()).restore(ours, args=ost.SafetensorsRestore(tree))
-        assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    assert differences(stock(ours, item=tree), stock(theirs, item=tree)) == []
+    restored = ocp.Checkpointer(ost.SafetensorsHandler()).restore(ours, args=ost.SafetensorsRestore(tree))
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
     assert ost.verify(ours) == []
 
 
@@ -97,6 +96,30 @@ def test_trees_that_orbax_does_not_save(tmp_path, tree, restored):
     assert [leaf is ocp.PLACEHOLDER for leaf in jax.tree.leaves(again)] == [
         leaf is ocp.PLACEHOLDER for leaf in jax.tree.leaves(tree)
     ]
+
+
+def test_a_part_that_orbax_cannot_read_and_that_holds_nothing_is_left_out(tmp_path):
+    """Lists of Flax have a part that holds nothing, and a name among numbers, with which Orbax reads no checkpoint."""
+    tree = {"list": nnx.List([A, nnx.List([A])]), "both": BothKinds(A, optax.EmptyState())}
+    ost.save(tmp_path / "saved", tree, index=True)
+    for found in (ost.load(tmp_path / "saved"), stock(tmp_path / "saved")):
+        assert differences(found, {"list": [A, [A]], "both": [A]}) == []
+    restored = ost.load(tmp_path / "saved", tree)
+    assert [leaf.tolist() for leaf in jax.tree.leaves(restored)] == [[0, 1, 2]] * 3
+    check(tmp_path, nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize("node", [OtherNumbers(A, A), BothKinds(A, A), [BothKinds(A, {"a": A})]])
+def test_what_orbax_cannot_read_has_no_index(tmp_path, node, caplog):
+    caplog.set_level(logging.INFO, "orbax_safetensors")
+    tree = {"node": node, "w": A}
+    ost.save(tmp_path / "saved", tree)
+    assert "its children are neither those of a list nor of a dict" in caplog.text
+    assert not (tmp_path / "saved" / "_METADATA").exists()
+    assert len(ost.load(tmp_path / "saved")) == 3  # by name
+    assert jax.tree.structure(ost.load(tmp_path / "saved", tree)) == jax.tree.structure(tree)
+    with pytest.raises(ost.TensorMismatchError, match="as index=True requires: 'node"):
+        ost.save(tmp_path / "indexed", tree, index=True)
 
 
 @pytest.mark.parametrize("tree", [None, {}, [], (), optax.EmptyState()], ids=repr)

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import obstore
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -61,6 +62,13 @@ def objects(place):
 def sharded(mesh):
     specs = {"a": P(None, ("x", "y")), "b": {"c": P("y", "x"), "d": P()}, "e": P()}
     return jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), WHOLE, specs)
+
+
+def test_a_state_without_arrays_comes_back(place):
+    state = optax.sgd(0.1).init({"w": WHOLE["a"]})
+    directory = save(place, state)
+    assert ost.verify(directory, options=options(place)) == []
+    assert restore(place, directory, ost.SafetensorsRestore(state)) == state
 
 
 @pytest.mark.parametrize("max_file_bytes", [5_000_000_000, 1_500_000])

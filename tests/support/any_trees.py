@@ -86,6 +86,24 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+class OtherNumbers(Numbered):
+    """Registered with numbers that no list has."""
+
+
+class BothKinds(Numbered):
+    """Registered with a number and a name."""
+
+
+def _register(kind, *keys):
+    jax.tree_util.register_pytree_with_keys(
+        kind, lambda node: (list(zip(keys, node.children, strict=True)), None), lambda _, found: kind(*found)
+    )
+
+
+_register(OtherNumbers, jax.tree_util.SequenceKey(5), jax.tree_util.SequenceKey(6))
+_register(BothKinds, jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("name"))
+
+
 class Strict(Numbered):
     """Checks its children, as classes should not when JAX makes them."""
 
