@@ -6,6 +6,7 @@ import collections
 import contextlib
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -33,6 +34,12 @@ _TIMEOUT_SECONDS = 3600
 # Of one value. A message to the service that has more than 4 MiB is refused.
 _PIECE_BYTES = 2**20
 _COUNT_BYTES = 4  # of the number of pieces
+
+# What JAX says of a process that has died, of the service that connects them, and of anything of the kind.
+_GONE = re.compile(r"(?:\btask:|\bTask )([0-9]+)\b")
+_SERVICE_IS_GONE = re.compile(r"UNAVAILABLE(?s:.*)coordination.service")
+_OF_OTHERS = re.compile(r"UNAVAILABLE|ABORTED|heartbeat|[Bb]arrier|[Cc]onnection|\bpeer\b|[Gg]loo|NCCL")
+_ANSWER_SECONDS = 5.0  # survivors fail at about the same time
 
 _T = TypeVar("_T")
 
@@ -205,7 +212,43 @@ def _reaching() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise StorageError(f"the other processes cannot be reached: {error}") from error
+        raise _unreachable(error) from error
+
+
+def _unreachable(error: Exception, silent: Collection[int] = ()) -> StorageError:
+    """Return the error for processes that are gone, which it names as far as JAX does or they are `silent`."""
+    text = str(error)
+    gone = {*silent, *map(int, _GONE.findall(text))}
+    if not gone and _SERVICE_IS_GONE.search(text) and jax.process_index() != 0:
+        gone = {0}  # which has the service
+    named = f"process {some(sorted(gone))} is gone: " if gone else ""
+    return StorageError(f"{named}the other processes cannot be reached: {text}")
+
+
+@contextlib.contextmanager
+def reaching_others(key: str, active: ActiveProcesses) -> Iterator[None]:
+    """Raise a `StorageError` for what JAX raises because others of the `active` processes are gone; name these.
+
+    All of them call this with the same new key, for programs of their devices, or for barriers of Orbax.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if active.count == 1 or not _OF_OTHERS.search(str(error)):
+            raise
+        raise _unreachable(error, () if _GONE.search(str(error)) else _silent(key, active)) from error
+
+
+def _silent(key: str, active: ActiveProcesses) -> Collection[int]:
+    """Return the processes that do not say soon that they have failed like this one; none if nobody can be asked."""
+    try:
+        post(key, "", active)
+        until = time.monotonic() + _ANSWER_SECONDS
+        while (silent := set(active.indices) - _posted(key).keys()) and time.monotonic() < until:
+            time.sleep(0.1)
+    except (StorageError, jax.errors.JaxRuntimeError):
+        return ()
+    return silent
 
 
 def _interruptibly(wait: Callable[[], None]) -> None:
@@ -235,7 +278,7 @@ def first(key: str, text: str) -> str:
             client.key_value_set_bytes(key, text.encode("utf-8", "surrogatepass"))
         return str(client.key_value_try_get_bytes(key), "utf-8", "surrogatepass")
     except Exception as error:
-        raise StorageError(f"the other processes cannot be reached: {error}") from error
+        raise _unreachable(error) from error
 
 
 def announce(key: str, text: str) -> None:

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.agreement import new_key, same_arguments, together
+from orbax_safetensors.devices.agreement import new_key, reaching_others, same_arguments, together
 from orbax_safetensors.errors import SafetensorsError, storage_errors
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
@@ -116,7 +116,11 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
                 active=active,
                 timeout_secs=self._options.join_timeout_secs,
             )
-            with refusals(), storage_errors(f"{path}: cannot be saved", OSError):
+            with (
+                reaching_others(f"{key}/saved", active),
+                refusals(),
+                storage_errors(f"{path}: cannot be saved", OSError),
+            ):
                 super().save(epath.Path(new.path), args=args, force=force, custom_metadata=custom_metadata)
             together(f"{key}/finished", active.by_primary(new.finish), active=active)
         finally:

@@ -122,7 +122,10 @@ def match(
     if unexpected:
         unexpected = unexpected - empty_nodes(restore_args if item is None else item)
     if unexpected or not requested.keys() <= stored.keys():
-        raise TensorMismatchError(f"{checkpoint.path}: {_wrong_names(checkpoint, requested, unexpected)}")
+        problems = _wrong_names(checkpoint, requested, unexpected)
+        # Orbax's handlers, which pass names, do not say whether they were to transform the tree.
+        advice = "" if paths is None else "; transforms do not rename tensors: use stored names, or register a family"
+        raise TensorMismatchError(f"{checkpoint.path}: {problems}{advice}")
     out: list[Target | Any] = []
     targets = Targets(checkpoint)
     for name, leaf in leaves.items():

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.devices.agreement import new_key, reaching_others, together
 from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import device_owners
 from orbax_safetensors.errors import TensorMismatchError
@@ -58,8 +58,9 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
     active = ActiveProcesses(tuple(processes), processes[0])
     key = new_key("broadcast", active=active)
     values = together(key, read, active=active)
-    sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
-    jax.block_until_ready(sent)
+    with reaching_others(f"{key}/sent", active):
+        sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
+        jax.block_until_ready(sent)
     for at, value in zip(spread, sent, strict=True):
         values[at] = value
     return values

@@ -98,7 +98,7 @@ class RestoreRequest:
                 raise TargetTypeError(f"target: expected a mesh with axes, found {target!r}")
             return replace(self, mesh=target)
         # A module may be a tree that can be called.
-        is_leaf, is_other = jax.tree_util.all_leaves([target]), isinstance(target, type)
+        is_leaf, is_other = jax.tree_util.all_leaves([target]), isinstance(target, type | np.dtype)
         if is_leaf and callable(target) and not is_other:
             return replace(self, sharding_of=target)
         describes_leaf = hasattr(target, "shape") or isinstance(target, ocp.RestoreArgs | int | float)

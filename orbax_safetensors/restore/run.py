@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +18,8 @@ from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.arrays import explicit_transfers
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.names import some
+from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.restore import replicas
 from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.fill import filling
@@ -24,6 +28,8 @@ from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.restore.together import ALONE, Keys, all_or_none, at_one_commit, keys_of
 from orbax_safetensors.storage.process_memory import no_collection
+
+logger = logging.getLogger(__name__)
 
 
 @explicit_transfers()
@@ -88,13 +94,23 @@ def seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Match
     return checkpoint, matched
 
 
+def _log_left_out(checkpoint: Checkpoint, names: Collection[str]) -> None:
+    """Warn of leaves that Orbax's handlers do not ask for, unless a tree of Orbax is there, which they compare."""
+    left_out = [name for name in checkpoint.leaves if name not in names]
+    path = checkpoint.path
+    if left_out and checkpoint.store.is_local and not os.path.exists(os.path.join(path, TREE_FILE)):
+        logger.warning("%s: the tree has no leaf for these, which are not restored: %s", path, some(left_out))
+
+
 def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
     """See `seen`: with all leaves of the request, and the dtypes that they are described with."""
     dequantize = request.options.dequantize
     if request.by_name:
         checkpoint, paths = fitted(stored, request.leaf_shapes(), dequantize=dequantize)
         partial_ = checkpoint.mapped is None
-        return checkpoint, match(checkpoint, None, request.restore_args, partial=partial_, paths=paths)
+        matched = match(checkpoint, None, request.restore_args, partial=partial_, paths=paths)
+        _log_left_out(checkpoint, paths.values())
+        return checkpoint, matched
     if request.has_tree:
 
         def attempt(switches: Mapping[str, Any]) -> tuple[Checkpoint, Matched]:

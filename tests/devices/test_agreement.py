@@ -1,6 +1,9 @@
 """Agreement in one process, and between threads that take themselves for processes."""
 
+import itertools
 import threading
+import time
+import types
 
 import jax
 import pytest
@@ -185,6 +188,63 @@ def test_processes_that_cannot_be_reached_are_an_error(processes):
     outcomes = processes.run(lambda index: agree("key", None))
     assert kinds(outcomes) == [StorageError] * 3
     assert "the other processes cannot be reached: UNAVAILABLE" in str(outcomes[0])
+
+
+# As jaxlib has them, cut.
+HEARTBEAT = "INTERNAL: Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 1 heartbeat timeout. This"
+UNHEALTHY = "UNAVAILABLE: The following tasks are unhealthy:\n/job:worker/task:1\n/job:worker/task:2"
+SERVICE = "UNAVAILABLE: Socket closed\nAdditional GRPC error information from remote target coordination_service while"
+GLOO = "UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:1234"
+MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"
+
+
+def unreached(text, process=0):
+    raise jax.errors.JaxRuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [(HEARTBEAT, "process 1 is gone: "), (UNHEALTHY, "process 1, 2 is gone: "), (SERVICE, "process 0 is gone: ")],
+)
+def test_processes_that_are_gone_are_named(processes, monkeypatch, text, named):
+    def here(index):
+        with agreement.reaching_others("key", ActiveProcesses.all()):
+            unreached(text)
+
+    for barrier, call in ((lambda *_: unreached(text), lambda _: all_gather("key", "x")), (None, here)):
+        if barrier:
+            monkeypatch.setattr(processes.service, "wait_at_barrier", barrier)
+        outcome = processes.run(call)[2]
+        assert type(outcome) is StorageError
+        assert str(outcome).startswith(f"{named}the other processes cannot be reached: {text[:8]}")
+
+
+def test_processes_that_do_not_answer_are_named(processes, monkeypatch):
+    """A program of several devices fails in all survivors, and says only that a connection was closed."""
+
+    ticks = itertools.count()
+
+    def now():  # time passes once both survivors have said that they failed
+        return next(ticks) if sum("/texts/" in key for key in processes.service.values) == 2 else 0
+
+    monkeypatch.setattr(agreement, "time", types.SimpleNamespace(monotonic=now, sleep=time.sleep))
+
+    def work(index):
+        if index != 1:
+            with agreement.reaching_others("key", ActiveProcesses.all()):
+                unreached(GLOO)
+
+    outcomes = processes.run(work)
+    assert [type(outcomes[index]) for index in (0, 2)] == [StorageError] * 2
+    assert all(str(outcomes[index]).startswith("process 1 is gone: ") for index in (0, 2))
+
+
+def test_what_has_nothing_to_do_with_others_stays(processes):
+    def work(index):
+        with agreement.reaching_others("key", ActiveProcesses.all() if index else ActiveProcesses((0,), 0)):
+            unreached(MEMORY if index else GLOO)
+
+    assert kinds(processes.run(work)) == [jax.errors.JaxRuntimeError] * 3
 
 
 def test_a_failure_is_the_cause_if_nobody_can_be_told(processes):

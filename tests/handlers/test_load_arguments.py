@@ -1,6 +1,7 @@
 """`ost.load(..., dtype=, partial=)`: casts as NumPy makes them, and the parts of a checkpoint by their names."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -253,3 +254,55 @@ def test_what_is_there_of_a_checkpoint_in_part(tmp_path, line, saved, family):
         ost.load(tmp_path / "x", **arguments)
     assert list(ost.load(tmp_path / "x", partial="a", **arguments)) == ["a"]
     assert list(ost.load(tmp_path / "x", {"b": NamedSharding(line, P())}, partial=True, **arguments)) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("target", "advice"),
+    [
+        (
+            "model",
+            r"a mesh is jax.sharding.Mesh\(jax.devices\(\), \('model',\)\), and names of leaves are for partial=",
+        ),
+        (8, "a mesh is"),
+        (P("model"), r"a spec needs a mesh: jax.sharding.NamedSharding\(mesh, spec\)"),
+        (jnp.bfloat16, "pass dtype= to cast"),
+        (np.dtype("float32"), "pass dtype= to cast"),
+        (jax.sharding.Mesh, "found <class"),
+    ],
+)
+def test_a_target_that_is_something_else(directory, target, advice):
+    with pytest.raises(TypeError, match=f"^target: expected a tree, a mesh.*{advice}"):
+        ost.load(directory, target)
+
+
+def test_other_arguments_that_beginners_mix_up(directory):
+    for devices in (jax.devices()[0], jax.devices(), {"a": jax.devices()[0]}):
+        with pytest.raises(TypeError, match=r"pass jax.sharding.SingleDeviceSharding\(device\), for several jax.sh"):
+            ost.load(directory, devices)
+    with pytest.raises(ost.TensorMismatchError, match=r"pass jax.sharding.Mesh\(.* rather than sizes"):
+        ost.load(directory, {"model": 8})
+    with pytest.raises(
+        ost.TensorMismatchError, match=r"\(partial=True leaves them out; for Orbax, partial_restore=True"
+    ):
+        ost.load(directory, {"a": ocp.ArrayRestoreArgs()})
+    for call in (ost.load, ost.open_checkpoint, ost.verify):
+        with pytest.raises(
+            ost.SafetensorsError, match=r"options: expected SafetensorsOptions\(...\), found {'threads'"
+        ):
+            call(directory, options={"threads": 3})
+    with pytest.raises(ost.MappingError, match="flax: .*pass the whole name of one: flax.paths"):
+        ost.load(MAXTEXT / "hf", family="flax")
+
+
+def test_a_tree_of_a_family_that_was_saved_without_it(tmp_path):
+    tree = ost.load(MAXTEXT / "hf", family="maxtext")
+    ost.save(tmp_path / "raw", tree, config=MAXTEXT / "hf")
+    with pytest.raises(
+        ost.MappingError, match="such as 'params.decoder.decoder_norm.scale', .*was saved without family="
+    ):
+        ost.load(tmp_path / "raw", family="maxtext")
+    with pytest.raises(ost.MappingError, match="a model's own tree is saved with family="):
+        ost.save(tmp_path / "like", tree, like=MAXTEXT / "hf")
+    shutil.copytree(MAXTEXT / "hf", tmp_path / "bare", ignore=shutil.ignore_patterns("config.json"))
+    with pytest.raises(ost.MappingError, match="config.json has no 'num_hidden_layers', because there is none"):
+        ost.load(tmp_path / "bare", family="maxtext.qwen3")

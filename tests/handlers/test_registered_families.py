@@ -360,3 +360,16 @@ def test_what_reads_metadata_first_needs_a_link():
         ocp.PyTreeCheckpointHandler().metadata(epath.Path(stored_directory("qwen3")))
     with pytest.raises(FileNotFoundError, match="_METADATA"):
         ocp.StandardCheckpointer().restore(stored_directory("qwen3"))
+
+
+def test_what_a_tree_does_not_ask_for_is_logged_and_transforms_are_not_applied(tmp_path, line, caplog):
+    stored = {name: np.ones((8, 2), np.float32) for name in ("emb", "w.0", "w.1")}
+    write(tmp_path / "model.safetensors", stored)
+    ost.register()
+    item = target({"emb": stored["emb"]}, line, ())
+    assert_restored(stock(tmp_path, item), item, {"emb": stored["emb"]}, "fewer")
+    assert "the tree has no leaf for these, which are not restored: w.0, w.1" in caplog.text
+    transforms = {"emb2": ocp.Transform(original_key="emb")}
+    with pytest.raises(ost.TensorMismatchError, match=r"'emb2' \(nearest: 'emb'\); transforms do not rename tensors"):
+        stock(tmp_path, {"emb2": item["emb"]}, transforms=transforms)
+    assert caplog.text.count("no leaf for these") == 1
