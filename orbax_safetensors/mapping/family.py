@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
@@ -22,6 +24,9 @@ RECORD_KEY = "orbax_safetensors"
 # this many times the stored tensors if that is more.
 _MOST_TENSORS = 250_000
 _MOST_OF_STORED = 4
+
+# No dimension is as long; a config that says so is damaged or hostile.
+MOST_SIZE = 2**40
 
 # Makes the result of `tensor` while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
@@ -55,6 +60,8 @@ def tensor(name: str, shape: Sequence[int]) -> View:
 
     While a checkpoint is opened or saved, the result is the checkpoint's tensor, and the shape is checked.
     """
+    if not all(isinstance(size, int | np.integer) and 0 <= size < MOST_SIZE for size in shape):
+        raise MappingError(f"{name!r} of shape {tuple(shape)!s:.200}: expected integers below 2**40")
     if not all(shape):
         raise MappingError(f"{name!r} of shape {tuple(shape)} has no elements")
     return _stored.get().bind(name, tuple(shape))
