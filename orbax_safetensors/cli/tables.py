@@ -11,6 +11,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +26,8 @@ _PAGE_COLUMNS = 120
 # Rows that a terminal has of a table of the worst.
 _WORST = 10
 _NUMBER = re.compile("([0-9]+)")
+# Longer numbers are not those of layers or experts. Python refuses to read those of some thousand digits.
+_DIGITS = 18
 
 
 class Size(int):
@@ -66,11 +69,13 @@ def _braced(between: Sequence[str], names: Sequence[str]) -> str:
     numbers = zip(*(_NUMBER.split(name)[1::2] for name in names), strict=True)
     for column, text in zip(numbers, between[1:], strict=True):
         distinct = set(column)
-        values = sorted(map(int, distinct))
-        step = values[1] - values[0] if len(values) > 1 else 1
-        if len(values) == 1:
+        if len(distinct) == 1:
             written += column[0] + text
-        elif step and distinct == set(map(str, range(values[0], values[-1] + 1, step))):
+            continue
+        values = sorted(int(number) for number in distinct if len(number) <= _DIGITS)
+        steps = {high - low for low, high in pairwise(values)}
+        if distinct == set(map(str, values)) and len(steps) == 1:
+            (step,) = steps
             written += f"{{{values[0]}..{values[-1]}{f'..{step}' if step > 1 else ''}}}{text}"
             count *= len(values)
         else:  # `01`, or gaps of several lengths

@@ -10,6 +10,7 @@ copies of a composition cost no more than those of a plain tensor.
 from __future__ import annotations
 
 import builtins
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -84,7 +85,7 @@ class View:
         bias = ost.mapping.full((64,), 0.0)
         ```
         """
-        shape = tuple(shape)
+        shape = _integers(shape, f"a constant cannot have shape {tuple(shape)}")
         dims = tuple(merged(((size, 0),)) for size in shape)
         pieces = (Piece(None, (0,) * len(shape), 0, dims, (Offset(float(value)),)),) if prod(shape) else ()
         return View(shape, dtype, pieces)
@@ -174,6 +175,7 @@ class View:
 
     def _complete(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return `shape` with its -1 filled in; raise `MappingError` if it holds other than the view's elements."""
+        shape = _integers(shape, f"{self}: cannot be reshaped to {shape}")
         elements, known = prod(self.shape), prod(size for size in shape if size != -1)
         if shape.count(-1) == 1 and known and elements % known == 0:
             shape = tuple(elements // known if size == -1 else size for size in shape)
@@ -326,6 +328,14 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Modes, .
     """Return where a row-major tensor begins, and its dimensions; None if it has no elements."""
     dims = tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
     return (0,) * len(shape), dims if prod(shape) else None
+
+
+def _integers(shape: Sequence[int], problem: str) -> tuple[int, ...]:
+    """Return a shape whose sizes are integers; otherwise raise `MappingError` with the `problem`."""
+    try:
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        raise MappingError(f"{problem}: expected integers") from None
 
 
 def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:

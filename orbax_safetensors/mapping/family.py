@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
@@ -25,6 +27,9 @@ _MOST_OF_STORED = 4
 
 # What a message adds if there is no config.
 NO_CONFIG = "put the model's config.json beside the files; a save takes it from config= or like="
+
+# No dimension is as long; a config that says so is damaged or hostile.
+MOST_SIZE = 2**40
 
 # Makes the result of `tensor` while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
@@ -58,6 +63,8 @@ def tensor(name: str, shape: Sequence[int]) -> View:
 
     While a checkpoint is opened or saved, the result is the checkpoint's tensor, and the shape is checked.
     """
+    if not all(isinstance(size, int | np.integer) and 0 <= size < MOST_SIZE for size in shape):
+        raise MappingError(f"{name!r} of shape {tuple(shape)!s:.200}: expected integers below 2**40")
     stored = _stored.get()
     if not all(shape) and (stored.shapes or {}).get(name) != tuple(shape):
         raise MappingError(f"{name!r} of shape {tuple(shape)} has no elements")

@@ -10,11 +10,35 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View, tensor
-from orbax_safetensors.mapping.family import Renames
+from orbax_safetensors.mapping.family import MOST_SIZE, Renames
 
 Config = Mapping[str, Any]
 Leaves = dict[str, View]  # by dotted path
+
+# The keys of sizes and numbers that families read.
+_SIZES = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        d_model depth downsample_hidden_size encoder_attention_heads encoder_ffn_dim encoder_layers
+        first_k_dense_replace full_attention_interval global_head_dim head_dim hidden_size hidden_size_per_layer_input
+        image_size in_channels index_head_dim index_n_heads interleave_moe_layer_step intermediate_size
+        intermediate_size_mlp kv_lora_rank linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+        linear_num_value_heads linear_value_head_dim moe_intermediate_size n_routed_experts n_shared_experts
+        num_attention_heads num_channels num_experts num_global_key_value_heads num_heads num_hidden_layers
+        num_key_value_heads num_kv_shared_layers num_local_experts num_mel_bins num_nextn_predict_layers
+        num_position_embeddings o_groups o_lora_rank out_hidden_size output_dim patch_size position_embedding_size
+        projector_input_dim projector_output_dim q_lora_rank qk_nope_head_dim qk_rope_head_dim
+        shared_expert_intermediate_size spatial_merge_size temporal_patch_size v_head_dim vision_output_dim vocab_size
+        vocab_size_per_layer_input
+        """,
+    )
+)
+# Layers are looped over, also where no tensor is described that would count against the most that a tree has.
+_LAYERS = re.compile(r".*(layers|interval|step|replace)|depth")
+_MOST_LAYERS = 2**18
 
 # Gemma 3's tensors for images.
 GEMMA3_VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
@@ -34,9 +58,18 @@ GEMMA3_TEXT = {
 }
 
 
+def checked(config: Config) -> dict[str, Any]:
+    """Return a config; raise `MappingError` if a size in it is not one."""
+    for key in _SIZES & config.keys():
+        value, most = config[key], _MOST_LAYERS if _LAYERS.fullmatch(key) else MOST_SIZE
+        if value is not None and (type(value) is not int or not 0 <= value < most):
+            raise MappingError(f"config.json has {key} = {value!r:.80}; expected an integer from 0 to {most - 1}")
+    return dict(config)
+
+
 def completed(config: Config, **defaults: Any) -> Config:
     """Return the config with values that `config.json` may omit: `defaults` are from its class in `transformers`."""
-    out = {"tie_word_embeddings": False, **defaults, **config}
+    out = checked({"tie_word_embeddings": False, **defaults, **config})
     if out.get("num_key_value_heads") is None:
         out["num_key_value_heads"] = out["num_attention_heads"]
     if out.get("head_dim") is None:

@@ -35,7 +35,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     unscanned_family,
     variants_with,
 )
-from orbax_safetensors.mapping.families.stored import Config, Leaves, completed, kernel, norm, text_config
+from orbax_safetensors.mapping.families.stored import Config, Leaves, checked, completed, kernel, norm, text_config
 
 _CYCLE = 6
 _VISION = r"model\.(vision_tower|embed_vision)\..+"
@@ -91,7 +91,7 @@ def _heads(c: Config, i: int) -> Mapping[str, int]:
     """Return the sizes of layer `i` that may differ from the other layers'."""
     if c.get("per_layer_config"):  # as `transformers` writes it
         sizes = {int(layer): sizes for layer, sizes in c["per_layer_config"].items()}.get(i, {})
-        return {key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes}
+        return checked({key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes})
     if c["layer_types"][i] != "full_attention":
         return {}
     sizes = {"head_dim": c["global_head_dim"]}
@@ -154,7 +154,7 @@ def _vision(config: Config) -> Leaves:
     """Return the vision tower and its projector; {} if the config has none."""
     if not config.get("vision_config"):
         return {}
-    c = {**_TOWER, **config["vision_config"]}
+    c = checked({**_TOWER, **config["vision_config"]})
     refuse(c, "use_clipped_linears", "attention_bias")
     require(c, standardize=True)
     tower, width = "model.vision_tower.", c["hidden_size"]

@@ -29,6 +29,7 @@ from orbax_safetensors.mapping.families.stored import (
     Leaves,
     biased,
     biased_norm,
+    checked,
     completed,
     kernel,
 )
@@ -72,7 +73,7 @@ def _vision_layer(name: str, c: Config) -> Leaves:
 
 def _vision(config: Config, text_width: int) -> Leaves:
     """Return the tower, whose last layers join neighbouring patches, and its projector."""
-    c = {**_VISION, **config}
+    c = checked({**_VISION, **config})
     width, joined, outputs = c["hidden_size"], c["projector_input_dim"], c["projector_output_dim"]
     patches = (c["image_size"] // c["patch_size"]) ** 2
     adapter = "Llama4VisionPixelShuffleMLP_0.pixel_shuffle_mlp.vit_pixel_shuffle_mlp_fc"

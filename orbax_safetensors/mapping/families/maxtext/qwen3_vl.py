@@ -28,7 +28,7 @@ from orbax_safetensors.mapping.families.maxtext.qwen import (
     sparse_layer,
 )
 from orbax_safetensors.mapping.families.maxtext.qwen_vision import MergerNames, vision
-from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm, completed, kernel
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm, checked, completed, kernel
 from orbax_safetensors.mapping.family import Variant
 
 _OMNI_MERGERS = MergerNames("ln_q", "mlp.0", "mlp.2", listed="merger_list")
@@ -119,6 +119,7 @@ def _convolution(name: str, inputs: int, outputs: int) -> Leaves:
 
 def _audio(prefix: str, c: Config) -> Leaves:
     """Return the tower for sounds and its projector. Three convolutions halve the spectrum, rounding up."""
+    c = checked(c)
     width, channels = c["d_model"], c["downsample_hidden_size"]
     bins = -(-c["num_mel_bins"] // 8)
     encoder = {

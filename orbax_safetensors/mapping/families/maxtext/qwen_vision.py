@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from orbax_safetensors.mapping import tensor
 from orbax_safetensors.mapping.families.maxtext.common import numbered, under
-from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm, checked
 
 
 class MergerNames(NamedTuple):
@@ -77,7 +77,7 @@ def vision(prefix: str, config: Config, kind: str, names: MergerNames = _PUBLISH
     `prefix` begins the stored names, as `model.visual.` does, `config` is the `vision_config`, and `kind` begins the
     names of MaxText's classes, as in `Qwen3VLVisionEncoder`.
     """
-    c = {**_DEFAULTS, **config}
+    c = checked({**_DEFAULTS, **config})
     width = c["hidden_size"]
     joined = width * c["spatial_merge_size"] ** 2
     mergers = [
