@@ -44,15 +44,10 @@ def of_one_state(
 @contextlib.contextmanager
 def _held(path: str) -> Iterator[None]:
     """Keep the identity of a directory or file from being given to another one once it is deleted."""
-    try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except (OSError, ValueError):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ValueError):  # it is not there, or a URL
+            stack.callback(os.close, os.open(path, os.O_PATH | os.O_CLOEXEC))
         yield
-        return
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _identity(path: str) -> tuple[int, int] | None:
