@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError
+from orbax_safetensors.errors import ChecksumError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.storage.paths import PathLike, as_text
 
 # How often a checkpoint may be replaced while it is read.
@@ -44,15 +44,10 @@ def of_one_state(
 @contextlib.contextmanager
 def _held(path: str) -> Iterator[None]:
     """Keep the identity of a directory or file from being given to another one once it is deleted."""
-    try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except (OSError, ValueError):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ValueError):  # it is not there, or a URL
+            stack.callback(os.close, os.open(path, os.O_PATH | os.O_CLOEXEC))
         yield
-        return
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -66,20 +61,30 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def unless_changed(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise a `StorageError` in the place of one that says what is wrong, if a file has changed since it was opened.
+    """Raise a `StorageError` for a `ChecksumError` or `MissingError` if a file has changed since it was opened.
 
     What lies beside the files of a checkpoint may be read after another one has taken its place.
     """
     try:
         yield
-    except (ChecksumError, StorageError) as error:
-        for stored in checkpoint.files:
-            file = checkpoint.store.find(stored.path)
-            found = None if file is None else file.stamp
-            if file is not None:
-                file.close()
-            if found != stored.stamp:
-                raise StorageError(
-                    f"{stored.path}: changed while it was in use: expected {stored.stamp}, found {found or 'no file'}"
-                ) from error
+    except (ChecksumError, MissingError) as error:
+        if (change := _change(checkpoint)) is not None:
+            raise change from error
         raise
+
+
+def _change(checkpoint: Checkpoint) -> StorageError | None:
+    """Return the error of the first file that is not in the state in which its header was read, if there is one."""
+    for stored in checkpoint.files:
+        try:
+            file = checkpoint.store.find(stored.path)
+        except StorageError:
+            return None  # what was found before says more
+        found = None if file is None else file.stamp
+        if file is not None:
+            file.close()
+        if found != stored.stamp:
+            return StorageError(
+                f"{stored.path}: changed while it was in use: expected {stored.stamp}, found {found or 'no file'}"
+            )
+    return None

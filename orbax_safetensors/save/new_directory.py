@@ -10,7 +10,7 @@ from etils import epath
 
 from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.orbax_store.directories import flush
-from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE
 from orbax_safetensors.orbax_store.metadata import finished_text
 from orbax_safetensors.save.new_files import check_replaceable
 from orbax_safetensors.save.request import check_kept
@@ -24,6 +24,8 @@ class NewDirectory(Workspace):
     Orbax saves to `path`, by way of a temporary directory. The names of both are those that Orbax gives unfinished
     checkpoints. If the save fails, they go; if it is killed, the next save to the same place deletes them.
     """
+
+    kind = "save"
 
     def __init__(self, destination: str, *, force: bool, sources: tuple[Any, ...] = ()) -> None:
         """Touch nothing. `destination` is absolute, without symbolic links; the save reads `sources`."""
@@ -49,6 +51,14 @@ class NewDirectory(Workspace):
             check_kept(path, *self._sources)
             if os.path.isdir(path):
                 check_replaceable(path, os.listdir(path))
+
+    def check_place(self) -> None:
+        """See `Workspace`. A conversion that can be resumed is kept as well."""
+        super().check_place()
+        for left in (self._temporary, self._beside):
+            self._check_directory(left)
+            if os.path.lexists(os.path.join(left, RECORD_FILE)):
+                raise self._not_ours(left, RECORD_FILE)
 
     def _make(self) -> None:
         """Delete what killed saves have left; Orbax makes the directory."""

@@ -27,6 +27,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
 from orbax_safetensors.save.request import Existing
+from orbax_safetensors.storage.interrupts import to_the_end
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import Stamp, Store, find_small, write_small
 
@@ -92,9 +93,12 @@ class NewFiles:
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not self._is_replaced:
             with contextlib.suppress(Exception):  # the error of the save says more
-                self.store.delete(self.path, self.names - self._before.keys())
-                if self._marks is not None:
-                    self._restore(self._marks)
+                to_the_end(self._take_back)
+
+    def _take_back(self) -> None:
+        self.store.delete(self.path, self.names - self._before.keys())
+        if self._marks is not None:
+            self._restore(self._marks)
 
     def _restore(self, marks: Mapping[str, bytes]) -> None:
         now = self.store.below(self.path)

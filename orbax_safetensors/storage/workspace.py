@@ -48,6 +48,7 @@ class Workspace:
     other = "another source, or with other arguments"
     _lock: Lock | None = None
     _parents: Sequence[str] = ()
+    _ours = False  # whether what lies in the place is known to be of such a run
 
     @cached_property
     def run(self) -> str:
@@ -73,6 +74,7 @@ class Workspace:
                 make_directory(os.path.dirname(self.locked))
                 self._lock = Lock(self.locked, self.destination)
             self.check_place()
+            self._ours = True
             begun = self._begun() if resume else None
             if begun is not None:
                 self._check_same(begun)
@@ -111,7 +113,8 @@ class Workspace:
             last_first.callback(to_the_end, self._remove_parents)
             if self._lock is not None:
                 last_first.callback(self._lock.release)
-                last_first.callback(to_the_end, self._tidy)
+                if self._ours:
+                    last_first.callback(to_the_end, self._tidy)
             self._lock = None
 
     def _remove_parents(self) -> None:

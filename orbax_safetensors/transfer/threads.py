@@ -58,16 +58,16 @@ def working(
             fail(error)
 
     try:
-        with Threads(threads, "safetensors") as pool:
-            try:
-                with plain_interrupts():
+        with plain_interrupts():
+            with Threads(threads, "safetensors") as pool:
+                try:
                     workers = [pool.submit(work) for _ in range(threads)]
                     yield lambda seconds: not wait(workers, seconds).not_done
                     wait(workers)
-            except BaseException as error:
-                fail(error)
-        if failures:
-            raise failures[0]
+                except BaseException as error:
+                    fail(error)
+            if failures:
+                raise failures[0]
     finally:
         failures.clear()  # the traceback holds the memory of the tasks, and this frame, which holds the failure
 

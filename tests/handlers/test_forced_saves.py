@@ -116,6 +116,18 @@ def test_only_a_checkpoint_is_replaced(old, save):
     holds(old.parent / "empty", NEW)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_what_a_conversion_has_begun_stays(old, save, force):
+    """It can be resumed, and has the name that Orbax gives to what is unfinished."""
+    begun = old.parent / "made.orbax-checkpoint-tmp"
+    begun.mkdir()
+    (begun / "_in_progress.json").write_text("{}")
+    with pytest.raises(ost.StorageError, match=r"is not an unfinished save, it holds '_in_progress.json'; move it"):
+        save(old.parent / "made", NEW, force=force)
+    assert there(begun) == ["_in_progress.json"]
+    assert there(old.parent) == [begun.name, "model"]
+
+
 def test_a_checkpoint_of_orbax_is_replaced(tmp_path, save):
     """An item on its own, and a step."""
     for path in (tmp_path / "item", tmp_path / "step"):

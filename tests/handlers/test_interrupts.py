@@ -86,10 +86,21 @@ def test_at_any_change(made, monkeypatch, call, exchanges, after):
 
 def test_a_lock_that_a_kill_has_left_goes_with_the_next_run(made):
     """Also if the checkpoint was complete by then, and the next run is refused."""
-    (made / ".old.lock").touch()
-    with pytest.raises(ost.StorageError, match="old: already exists"):
-        ost.save(made / "old", TREES["new"])
-    assert not (made / ".old.lock").exists()
+    ost.convert(made / "old", made / "orbax", to="orbax")
+    locks = {
+        made / ".old.lock": lambda: ost.save(made / "old", TREES["new"]),
+        made / "orbax" / ".0.lock": lambda: ost.convert(made / "old", made / "orbax", to="orbax"),
+        made / "old.partial.lock": lambda: ost.convert(made / "orbax", made / "old", to="safetensors"),
+        made / "old.link.lock": lambda: ost.link(made / "new", made / "old"),
+        made / "published" / f".{DELTA}.lock": lambda: ost.apply_delta(
+            made / "old", made / "published" / DELTA, made / "published" / DELTA
+        ),
+    }
+    for path, run in locks.items():
+        path.touch()
+        with pytest.raises(ost.StorageError, match="already exists"):
+            run()
+        assert not path.exists()
     lock = Lock(os.fspath(made / ".old.lock"), "old")
     with pytest.raises(ost.StorageError, match="another save or conversion is writing here"):
         ost.save(made / "old", TREES["new"], force=True)
