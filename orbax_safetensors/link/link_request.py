@@ -13,7 +13,7 @@ from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.partition import MeshLike, Partition, Spec, partition
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.orbax_store.directories import absolute, check_literal, is_on_gcs
-from orbax_safetensors.storage.paths import PathLike, is_url, place
+from orbax_safetensors.storage.paths import PathLike, is_url, place, shown
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES, check_memory
 
 CHUNK_BYTES = 16 * 2**20
@@ -74,7 +74,7 @@ class LinkRequest:
         for path in (self.source, self.destination):
             if is_url(path) and not (is_on_gcs(path) and self.in_source):
                 raise StorageError(
-                    f"{path}: a link is between files of one file system, or lies beside the objects of a gs:// "
+                    f"{shown(path)}: a link is between files of one file system, or lies beside the objects of a gs:// "
                     "directory; download the files first, or restore from the URL, which needs no link"
                 )
         check_literal(self.destination)

@@ -23,7 +23,7 @@ from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.storage.local import LocalStore
-from orbax_safetensors.storage.paths import PathLike, is_url, place
+from orbax_safetensors.storage.paths import PathLike, is_url, place, shown
 from orbax_safetensors.storage.store import read_small
 
 _REMOTE = "gs://"
@@ -49,7 +49,7 @@ def absolute(path: PathLike) -> str:
     """
     path = place(path)
     if is_url(path) and not is_on_gcs(path):
-        raise StorageError(f"{path}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
+        raise StorageError(f"{shown(path)}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
     if is_url(path) and not any(importlib.util.find_spec(name) for name in _CLIENTS):
         raise StorageError(f"{path}: Orbax needs gcsfs for {_REMOTE}: pip install 'orbax-safetensors[gcs]'")
     check_literal(path)

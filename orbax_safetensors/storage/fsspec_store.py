@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
@@ -19,7 +20,7 @@ from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.event_loop import in_thread
 from orbax_safetensors.storage.paths import shown
 from orbax_safetensors.storage.remote import COST, RemoteFile, Request, ServerStore, changed
-from orbax_safetensors.storage.retries import RefusedError, Retries, WrongAnswerError, reason
+from orbax_safetensors.storage.retries import RefusedError, Retries, WrongAnswerError, reason, secrets_of
 from orbax_safetensors.storage.store import UNKNOWN, Stamp
 
 _T = TypeVar("_T")
@@ -66,11 +67,13 @@ class FsspecStore(ServerStore):
         """Reach the file system of `url`, with `options` for it; `StorageError` if that fails."""
         path = shown(url).rstrip("/")
         super().__init__("/".join(path.split("/")[:3]), retries)
+        self._secrets = secrets_of(options)
         key, name, fault = self._key(path), "", ""
         try:
+            self._secrets += _secrets(url)
             self._files, name = url_to_fs(url, **options)
         except Exception as error:  # no file system says what it raises
-            fault = _said(error)
+            fault = self._said(error)
         name = name.rstrip("/")
         if not name.endswith(key):
             fault = fault or "it knows the path by another name"
@@ -147,13 +150,19 @@ class FsspecStore(ServerStore):
             except (FileNotFoundError, WrongAnswerError):
                 raise
             except (ConnectionError, TimeoutError) as error:
-                fault = RefusedError(_said(error))
+                fault = RefusedError(self._said(error))
             except Exception as error:  # no file system says what it raises
-                fault = StorageError(f"{path}: {verb} failed: {_said(error)}")
+                fault = StorageError(f"{path}: {verb} failed: {self._said(error)}")
             raise fault
 
         return await self.retries.run(path, verb, attempt)
 
+    def _said(self, error: Exception) -> str:
+        return f"{type(error).__name__}: {reason(error, self._secrets)}"
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {reason(error)}"
+
+def _secrets(url: str) -> list[str]:
+    """Return the password and the query of a URL."""
+    parts = urlsplit(url)
+    password = parts.netloc.rpartition("@")[0].partition(":")[2]
+    return [secret for secret in (password, unquote(password), parts.query) if secret]

@@ -24,6 +24,7 @@ SCHEMES = (*BUCKETS, *HTTP, *HUB)
 
 _COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)(.*)", re.DOTALL)
 
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")
 _HUB_FORM = "hf://owner/name[@revision][/path]"
 _OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
 # Revisions with a slash that need not be escaped.
@@ -36,8 +37,8 @@ _PART = re.compile(r"[\w.-]+", re.ASCII)
 def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     """Return a path, with the home directory for `~`, or a URL.
 
-    Raises `StorageError` if it is empty, or a URL in which `pathlib` has left out a slash, and `TargetTypeError` if it
-    is not a path.
+    Raises `StorageError` if it is empty, a URL in which `pathlib` has left out a slash, or one that has credentials but
+    should not, and `TargetTypeError` if it is not a path.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         raise TargetTypeError(f"path: expected a str or an os.PathLike, found {path!r:.200}")
@@ -50,14 +51,35 @@ def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
             f"{shown(text)}: is what pathlib makes of {shown(f'{scheme}://{rest}')}; pass a URL as a str, and a path "
             f"with this beginning as ./{shown(text)}"
         )
+    _check_credentials(text)
     return os.path.expanduser(text)
 
 
 def shown(path: str) -> str:
-    """Return a path for messages: a URL without its query, user and password."""
+    """Return a path for messages: a URL without its query, user and password; only its scheme if it has no host."""
     if not is_url(path) and not _COLLAPSED.fullmatch(path):
         return path
-    return re.sub(r"^(\w+:/+)[^/?]*@", r"\1", path).partition("?")[0]
+    scheme, _, rest = path.partition(":")
+    slashes = rest[: len(rest) - len(rest.lstrip("/"))]
+    host, slash, key = rest.lstrip("/").partition("/")
+    if scheme not in (*AZURE, *HUB) or ":" in host:  # there, the name of a container or a repository is before the @
+        host = host.rpartition("@")[2]
+    host, cut, _ = host.partition("?")
+    # A password with a slash looks like a port.
+    below = "..." if not _HOST.fullmatch(host) else host if cut else f"{host}{slash}{key}".partition("?")[0]
+    return f"{scheme}:{slashes}{below.partition('#')[0] if scheme in HTTP else below}"
+
+
+def _check_credentials(url: str) -> None:
+    """Raise `StorageError` if a URL of a bucket or a repository has credentials: these would be part of its name."""
+    scheme, _, rest = url.partition("://")
+    name = rest.partition("/")[0]
+    in_name = ":" in name or ("@" in name and scheme in (*S3, *GCS))
+    if scheme in (*S3, *GCS, *AZURE, *HUB) and (in_name or re.search(r"\?[^/]*=", rest)):
+        raise StorageError(
+            f"{shown(url)}: credentials are not taken from a URL of {scheme}://, which has no user, password or query; "
+            "pass them as storage_options, or in the environment's variables"
+        )
 
 
 def is_url(path: str) -> bool:
@@ -75,7 +97,7 @@ def place(path: PathLike) -> str:
     if is_url(path):
         scheme, _, rest = path.partition("://")
         if scheme in SCHEMES and not rest.partition("/")[0]:
-            raise StorageError(f"{path}: expected a name after {scheme}://")
+            raise StorageError(f"{shown(path)}: expected a name after {scheme}://")
         return path.rstrip("/")
     try:
         named = os.fsencode(path)
@@ -155,7 +177,7 @@ class HubPath:
         text = url.removeprefix("hf://").rstrip("/")
         kind, _, rest = text.partition("/")
         if kind in _OTHER_KINDS:
-            raise StorageError(f"{url}: expected a model, {_HUB_FORM}, found one of the {kind}")
+            raise StorageError(f"{shown(url)}: expected a model, {_HUB_FORM}, found one of the {kind}")
         if kind == "models":
             text = rest
         repository, at, rest = text.partition("@")
@@ -171,7 +193,7 @@ class HubPath:
         path = path.strip("/")
         named = all(_PART.fullmatch(part) and part.strip(".") for part in repository.split("/"))
         if not named or not revision or any(part in ("", ".", "..") for part in path.split("/") if path):
-            raise StorageError(f"{url}: expected {_HUB_FORM}")
+            raise StorageError(f"{shown(url)}: expected {_HUB_FORM}")
         return cls(repository, revision, path)
 
 

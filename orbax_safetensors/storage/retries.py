@@ -8,10 +8,10 @@ import logging
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from obstore import exceptions
 
@@ -33,6 +33,9 @@ LONGEST_WAIT = 10.0
 _WRONG_ANSWERS = 3
 # The metadata service of a machine with a role answers in milliseconds: after these seconds, the machine has no role.
 _METADATA_SECONDS = 3.0
+
+# Names of options that are secrets.
+_SECRETS = re.compile("key|pass|sas|secret|token")
 
 _RETRYABLE_STATUSES = frozenset({408, 425, 429})  # and all from 500 on, except the fatal ones
 _FATAL_STATUSES = frozenset({501, 505, 506, 508, 510, 511})
@@ -172,14 +175,22 @@ def code_of(body: str) -> str:
     return f" ({code[1]})" if code else ""
 
 
-def reason(error: BaseException) -> str:
-    """Return an error's reason in one line, without the bodies of answers, queries of URLs, or paths.
+def secrets_of(options: Mapping[str, Any]) -> list[str]:
+    """Return the values of options that are secrets by their names."""
+    return [value for name, value in options.items() if isinstance(value, str) and value and _SECRETS.search(name)]
+
+
+def reason(error: BaseException, secrets: Iterable[str] = ()) -> str:
+    """Return an error's reason in one line, without `secrets`, the bodies of answers, queries of URLs, or paths.
 
     A server that refuses a signature repeats the signed text and the user; a signed URL has its signature in its query.
     """
     if isinstance(error, WrongAnswerError | RefusedError):
         return str(error)
-    text, _, debug = str(error).partition("\n\nDebug source:\n")
+    whole = str(error)
+    for secret in secrets:
+        whole = whole.replace(secret, "***")
+    text, _, debug = whole.partition("\n\nDebug source:\n")
     status = re.search(r"status code: (\d{3}(?: [A-Z][\w-]*)*)", text)
     if status:
         return f"the server answered {status[1]}{code_of(text + debug)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from base64 import b64encode
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, from_url
@@ -33,7 +34,7 @@ from orbax_safetensors.storage.paths import (
     shown,
 )
 from orbax_safetensors.storage.remote import RemoteStore
-from orbax_safetensors.storage.retries import reason
+from orbax_safetensors.storage.retries import reason, secrets_of
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.storage.web import WebStore
 
@@ -91,12 +92,15 @@ def store_of(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple
         raise StorageError(f"{path}: Azure takes the backslash for a slash, and finds another blob")
     options = _from_environment(scheme) | options
     http = HttpOptions.taken(options, plain=_is_plain(options))
+    for name, value in options.items():  # obstore would panic
+        if isinstance(value, str) and not value.isprintable() and not name.endswith("service_account_key"):
+            raise SafetensorsError(f"storage_options: {name} has a character that no header has, such as a newline")
     config: Any = {"config": options}
     if scheme in S3 and (provider := credentials.aws_profile(options)) is not None:
         config["credential_provider"] = provider
 
     def objects(client: Any, repeat: RetryConfig) -> ObjectStore:
-        return _made(root, lambda: from_url(root, client_options=client, retry_config=repeat, **config))
+        return _made(root, options, lambda: from_url(root, client_options=client, retry_config=repeat, **config))
 
     def for_writing() -> ObjectStore:
         # The answer to a part comes after all of its bytes have gone, which on a slow link takes long.
@@ -124,23 +128,22 @@ def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     http = HttpOptions.taken(options, plain=url.startswith("http://"))
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for HTTP servers")
-    try:
+    parts, root = None, ""
+    with contextlib.suppress(ValueError):  # which would tell the password
         parts = urlsplit(url)
-    except ValueError:  # which would tell the password
-        parts = None
-    if parts is None:
+        # Everything below the server's root, so that files beside this one are of the same store.
+        root = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    if parts is None or shown(root) != root:  # a part of a password stands where the port should be
         raise StorageError(f"{shown(url)}: is not a URL")
     user, _, host = parts.netloc.rpartition("@")
     if host in _HUB_HOSTS and (page := _HUB_PAGE.fullmatch(parts.path)):
         raise StorageError(f"{shown(url)}: is a page of the Hub: write hf://{page[1]}, with its revision as @revision")
-    # Everything below the server's root, so that files beside this one are of the same store.
-    root = urlunsplit((parts.scheme, host, "", "", ""))
     if user:
         basic = b64encode(unquote(user).encode()).decode()
         headers = {**http.client.get("default_headers", {}), "Authorization": f"Basic {basic}"}
         http = replace(http, client={**http.client, "default_headers": headers})
     public: Any = {name: value for name, value in http.client.items() if name != "default_headers"}
-    objects = _made(root, lambda: HTTPStore(root, client_options=public, retry_config={"max_retries": 0}))
+    objects = _made(root, {}, lambda: HTTPStore(root, client_options=public, retry_config={"max_retries": 0}))
     store = RemoteStore(root, objects, http.retries)
     if parts.query or http.client.get("default_headers"):
         store = WebStore(root, objects, parts.query, http)
@@ -177,15 +180,18 @@ def _fsspec(url: str, options: dict[str, Any]) -> tuple[Store, str]:
         raise StorageError(
             f"{shown(url)}: expected a path or one of {known}, or a URL of a file system of fsspec{advice}"
         )
-    return fsspec_store.FsspecStore(url, options, RETRIES), shown(url).rstrip("/")
+    path = shown(url).rstrip("/")
+    if path.endswith("/..."):
+        raise StorageError(f"{path}: is not a URL")
+    return fsspec_store.FsspecStore(url, options, RETRIES), path
 
 
-def _made(root: str, make: Callable[[], _T]) -> _T:
+def _made(root: str, options: Mapping[str, Any], make: Callable[[], _T]) -> _T:
     """Return what `make` makes of storage options; `SafetensorsError` if they are wrong."""
     try:
         return make()
     except (BaseError, TypeError, ValueError) as error:
-        fault = reason(error)
+        fault = reason(error, secrets_of(options))
     # Out of the handler: the error may hold a secret.
     raise SafetensorsError(f"{root}: cannot be used with these storage_options: {fault}")
 

@@ -1,12 +1,18 @@
 """Secrets that no failure tells: neither its message nor whatever can be reached from it."""
 
 import contextlib
+import io
 from datetime import timedelta
+from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+from fsspec import AbstractFileSystem, register_implementation
 
 import orbax_safetensors as ost
+from orbax_safetensors.cli.main import main
 from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.storage import retries
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp
 from tests.support.servers.faults import Answer, Cut
@@ -143,11 +149,98 @@ def test_options(scheme, options):
         "ftp://user:SECRET@127.0.0.1:1/x?SECRET",
         "https:/user:SECRET@host/x?SECRET",
         "https://[x?SECRET",
+        "https://user:a/SECRET@host/x",
+        "https://user:a?SECRET@host/x",
+        "ftp://user:a/SECRET@127.0.0.1:1/x",
     ],
 )
 def test_urls_that_are_none(url):
     with pytest.raises(StorageError) as caught:
         ost.open_checkpoint(url)
+    assert_tells_no_secret(caught.value)
+
+
+TREE = {"a": np.arange(6)}
+ENTRIES = {
+    "open": lambda url, path: ost.open_checkpoint(url),
+    "load": lambda url, path: ost.load(url),
+    "restore": lambda url, path: ost.SafetensorsCheckpointer().restore(url),
+    "verify": lambda url, path: ost.verify(url),
+    "plan": lambda url, path: ost.plan_restore(url, TREE),
+    "save": lambda url, path: ost.save(url, TREE),
+    "save with config": lambda url, path: ost.save(path / "new", TREE, config=url),
+    "convert from": lambda url, path: ost.convert(url, path / "new", to="orbax"),
+    "convert to": lambda url, path: ost.convert(path / "model", url, to="orbax"),
+    "reshard to": lambda url, path: ost.reshard(path / "model", url),
+    "link": lambda url, path: ost.link(url),
+    "link to": lambda url, path: ost.link(path / "model", url),
+    "delta": lambda url, path: ost.delta(path / "model", path / "model", url, version=1),
+    "apply to": lambda url, path: ost.apply_delta(path / "model", path / "model", url),
+    "command": lambda url, path: command("inspect", url),
+    "diff": lambda url, path: command("diff", url, str(path / "model")),
+}
+
+
+@pytest.fixture
+def failing():
+    """A file system of fsspec that repeats all that it is told."""
+
+    class Failing(AbstractFileSystem):
+        protocol = "failing"
+        cachable = False
+
+        def __init__(self, **options):
+            raise ConnectionError(f"no host for {options}")
+
+        @staticmethod
+        def _get_kwargs_from_urls(url):
+            return {"url": url, "user": urlsplit(url).netloc.rpartition("@")[0]} if "@" in url else {}
+
+    register_implementation("failing", Failing, clobber=True)
+
+
+def command(*words):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        main(words)
+    raise StorageError(output.getvalue())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{scheme}://user:SECRET@name/x" for scheme in ("s3", "gs", "az", "abfss", "hf")),
+        "s3://SECRET@bucket/x",
+        "s3://key:a/SECRET@bucket/x",
+        "az://container/x?sv=1&sig=SECRET",
+        "abfss://container@account.dfs.core.windows.net/x?sig=SECRET",
+        "gs://bucket/x?X-Goog-Signature=SECRET",
+        "hf://owner/name/file?token=SECRET",
+        "https://user:SECRET@127.0.0.1:1/x?Signature=SECRET#SECRET",
+        "https://SECRET@127.0.0.1:1/x.safetensors",
+        "failing://user:SECRET@host/x",
+    ],
+)
+def test_no_entry_tells_a_secret_in_a_url(url, tmp_path, caplog, failing, monkeypatch):
+    monkeypatch.setattr(retries.random, "uniform", lambda *_: 0.0)  # retry at once
+    ost.save(tmp_path / "model", TREE, index=False)
+    for enter in ENTRIES.values():
+        with pytest.raises(SafetensorsError) as caught:
+            enter(url, tmp_path)
+        assert_tells_no_secret(caught.value)
+        if enter is not ENTRIES["apply to"] and url.partition("://")[0] not in ("https", "failing"):
+            assert f"credentials are not taken from a URL of {url.partition(':')[0]}://" in str(caught.value)
+    assert not SECRET.search(caplog.text)
+
+
+def test_what_a_client_says_is_told_without_secret_options(failing):
+    options = ost.SafetensorsOptions(storage_options={"password": "SECRET"})
+    with pytest.raises(StorageError, match="no host for {'password': '[*]{3}'}") as caught:
+        ost.open_checkpoint("failing://host/x", options=options)
+    assert_tells_no_secret(caught.value)
+    with pytest.raises(SafetensorsError, match="secret_access_key has a character that no header has") as caught:
+        options = ost.SafetensorsOptions(storage_options={"secret_access_key": "SECRET\n"})
+        ost.open_checkpoint("s3://bucket/x", options=options)
     assert_tells_no_secret(caught.value)
 
 

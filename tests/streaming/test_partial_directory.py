@@ -149,7 +149,7 @@ def test_records_that_are_not_of_this(draft, text, error, message):
 
 def test_a_record_that_is_a_directory(draft, tmp_path):
     (tmp_path / "to.partial" / "run-1" / "record.json").mkdir(parents=True)
-    with pytest.raises(StorageError, match="Is a directory"):
+    with pytest.raises(StorageError, match="is not a regular file"):
         draft().begin(resume=True)
 
 
