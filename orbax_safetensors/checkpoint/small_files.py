@@ -54,7 +54,8 @@ def small_files(store: Store, directory: str) -> dict[str, str]:
     """Return the paths of the files of a directory that go along, by their names, which may be paths below it.
 
     Files of the directory itself come first, then those of subdirectories. A warning names what one might expect to go
-    along, and stays behind. Raises `StorageError` if the directory cannot be listed.
+    along, and stays behind. Raises `StorageError` if the directory cannot be listed, or if something in it is neither a
+    file nor a directory.
     """
     names = store.list(directory) or {}
     walk = _Walk(store, directory, names)
@@ -107,11 +108,14 @@ class _Walk:
         except (OSError, StorageError):  # a link to nowhere, or nothing that this process may read
             self.left_out.append(f"{name} (cannot be read)")
             return
-        if stat.S_ISREG(status.st_mode):
-            if self._is_inside(path, name):
-                self._take(name, status.st_size)
-            else:
-                self.left_out.append(f"{name} (a link out of the directory)")
+        if stat.S_ISDIR(status.st_mode):
+            return
+        if not self._is_inside(path, name):
+            self.left_out.append(f"{name} (a link out of the directory)")
+        elif not stat.S_ISREG(status.st_mode):  # who opens a pipe waits for ever
+            raise StorageError(f"{path}: is not a regular file")
+        else:
+            self._take(name, status.st_size)
 
     def _is_inside(self, path: str, name: str) -> bool:
         real = os.path.realpath(path)

@@ -112,8 +112,10 @@ def test_links_go_along_only_from_within(tmp_path, source):
     (source / "around").symlink_to(".")
     (source / "nowhere.json").symlink_to("nothing")
     (source / "inner.json").symlink_to("1_Pooling/real.json")
-    os.mkfifo(source / "pipe.json")
     assert {*rule.small_files(LocalStore(), str(source))} == {*KEPT, "1_Pooling/real.json", "inner.json"}
+    os.mkfifo(source / "1_Pooling" / "pipe.json")
+    with pytest.raises(ost.StorageError, match=r"1_Pooling/pipe\.json: is not a regular file"):
+        rule.small_files(LocalStore(), str(source))
 
 
 def test_the_hubs_cache_is_links(tmp_path):
