@@ -110,12 +110,12 @@ class _Walk:
             return
         if stat.S_ISDIR(status.st_mode):
             return
-        if not self._is_inside(path, name):
-            self.left_out.append(f"{name} (a link out of the directory)")
-        elif not stat.S_ISREG(status.st_mode):  # who opens a pipe waits for ever
+        if not stat.S_ISREG(status.st_mode):  # who opens a pipe waits for ever
             raise StorageError(f"{path}: is not a regular file")
-        else:
+        if self._is_inside(path, name):
             self._take(name, status.st_size)
+        else:
+            self.left_out.append(f"{name} (a link out of the directory)")
 
     def _is_inside(self, path: str, name: str) -> bool:
         real = os.path.realpath(path)
