@@ -1,4 +1,4 @@
-"""Files that belong to a model besides its tensors: its config, the tokenizer's files and their like."""
+"""Files that belong to a model besides its tensors: its config, and the small files that go along with it."""
 
 from __future__ import annotations
 
