@@ -69,9 +69,9 @@ class IndexFileError(SafetensorsError):
     """A directory's index, or the set of files in it, does not describe one checkpoint.
 
     ```python
-    Path("/models/state/copy.safetensors").write_bytes(Path("/models/state/model.safetensors").read_bytes())
+    Path("/models/state/model.safetensors.index.json").write_text("{}")
     try:
-        ost.open_checkpoint("/models/state")  # each tensor is there twice
+        ost.open_checkpoint("/models/state")  # the index names no file
     except ost.IndexFileError as error:
         print(error)
     ```

@@ -67,6 +67,8 @@ def read_for_plan(
     family: FamilyLike,
     variant: Mapping[str, Any] | None,
     storage_options: Mapping[str, Any] | None,
+    *,
+    partial: bool = False,
 ) -> Checkpoint:
     """Return `read_checkpoint`, or the checkpoint that a family describes if there is only a `config.json`.
 
@@ -75,7 +77,7 @@ def read_for_plan(
     """
     directory = described_directory(path, storage_options)
     if directory is None:
-        return read_checkpoint(path, storage_options)
+        return read_checkpoint(path, storage_options, partial=partial)
     store, directory = store_of(directory, storage_options)
     config_path = posixpath.join(directory, CONFIG_NAME)
     config = parse_config(store.open(config_path))

@@ -1,4 +1,4 @@
-"""Files that belong to a model besides its tensors: its config, the tokenizer's files and their like."""
+"""Files that belong to a model besides its tensors: its config, and the small files that go along with it."""
 
 from __future__ import annotations
 
@@ -154,9 +154,9 @@ class ModelFiles:
         """
         before = {name: (source[name].dtype, shape) for name, shape in source.shapes.items() if name in stored}
         dtype = _most(stored)
-        if dtype is None or dtype == _most(before):
+        if dtype is None or dtype == _most(before) or (changed := _in_dtype(config, dtype)) == config:
             return self
-        return replace(self, config=self.config or config or None).stored_as(dtype)
+        return replace(self, config=changed if self.config is None else _in_dtype(self.config, dtype))
 
 
 def _most(tensors: TensorTypes) -> np.dtype | None:

@@ -30,14 +30,15 @@ def open_checkpoint(
         print(path, view.shape, view.dtype)
     ```
 
-    `path` is one `.safetensors` file or a directory: if it has an index (`*.safetensors.index.json`), the files and
-    tensors that it names, otherwise all `.safetensors` files that are not hidden. A `~` at its beginning is the home
-    directory. With a family, or one registered for the architecture in `config.json`, the checkpoint's `leaves` are the
-    model's tree; see `SafetensorsRestore`. Of `options`, `dequantize` and `storage_options` count.
+    `path` is one `.safetensors` file or a directory: its `model.safetensors`, or if it has an index
+    (`*.safetensors.index.json`), the files and tensors that it names, otherwise all `.safetensors` files that are not
+    hidden. A warning names files and tensors besides these. A `~` at its beginning is the home directory. With a
+    family, or one registered for the architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see
+    `SafetensorsRestore`. Of `options`, `dequantize` and `storage_options` count.
 
     `path` may be a URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`), of a plain server
     (`https://`, `http://`) or on the Hugging Face Hub (`hf://owner/name[@revision][/path]`). A plain server, which does
-    not list, has a directory's files by their usual names, those of the index or `model.safetensors`. A revision of the
+    not list, has a directory's files by their usual names, `model.safetensors` or those of the index. A revision of the
     Hub is pinned to its commit, which is in the checkpoint's `path`.
 
     Raises:

@@ -12,7 +12,9 @@ import os
 import posixpath
 import re
 import stat
+from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 
 from orbax_safetensors.checkpoint.files import is_part
 from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
@@ -54,22 +56,26 @@ def small_files(store: Store, directory: str) -> dict[str, str]:
     """Return the paths of the files of a directory that go along, by their names, which may be paths below it.
 
     Files of the directory itself come first, then those of subdirectories. A warning names what one might expect to go
-    along, and stays behind. Raises `StorageError` if the directory cannot be listed.
+    along, and stays behind. Raises `StorageError` if the directory cannot be listed, or if something in it is neither a
+    file nor a directory.
     """
-    names = store.list(directory) or {}
-    walk = _Walk(store, directory, names)
-    walk.visit("", names)
+    walk = _Walk(store, directory)
+    walk.run()
     if walk.left_out:
         logger.warning("%s: not copied: %s", directory, some(walk.left_out))
     return walk.files
 
 
 class _Walk:
-    def __init__(self, store: Store, directory: str, names: Mapping[str, Stamp | None]) -> None:
+    """A walk through a directory, level by level."""
+
+    def __init__(self, store: Store, directory: str) -> None:
         self.files: dict[str, str] = {}
         self.left_out: list[str] = []
         self._store, self._directory = store, directory
         self._nbytes = 0
+        names = store.list(directory) or {}
+        self._pending: deque[tuple[str, Mapping[str, Stamp | None]]] = deque([("", names)])
         if store.is_local:
             # A link of ours, and the Hub's cache, have links in place of all files.
             self._real = os.path.realpath(directory)
@@ -80,38 +86,43 @@ class _Walk:
             if snapshot := _SNAPSHOT.fullmatch(self._real):
                 self._blobs.add(f"{snapshot[1]}/blobs")
 
-    def visit(self, below: str, states: Mapping[str, Stamp | None]) -> None:
-        """Take the files of a subdirectory, then those of its subdirectories."""
-        if below and not _CHECKPOINTS.isdisjoint(states):
-            return
-        directories: list[tuple[str, Mapping[str, Stamp | None]]] = []
-        for base_name, state in states.items():
-            if base_name.startswith(".") or base_name in _NOT_COPIED or UNFINISHED in base_name:
+    def run(self) -> None:
+        """Take the files of the directory and of its subdirectories, until there are too many."""
+        while self._pending and len(self.files) <= _MOST_FILES:
+            below, states = self._pending.popleft()
+            if below and not _CHECKPOINTS.isdisjoint(states):
                 continue
-            name = posixpath.join(below, base_name)
-            if self._store.is_local:
-                self._visit_local(name, directories)
-            elif state is None and (inside := self._store.list(posixpath.join(self._directory, name))) is not None:
-                directories.append((name, inside))
-            else:
-                self._take(name, 0 if state is None else state.nbytes)
-        for name, inside in directories:
-            self.visit(name, inside)
+            for base_name, state in states.items():
+                if base_name.startswith(".") or base_name in _NOT_COPIED or UNFINISHED in base_name:
+                    continue
+                name = posixpath.join(below, base_name)
+                if self._store.is_local:
+                    self._visit_local(name)
+                elif state is None and (inside := self._store.list(posixpath.join(self._directory, name))) is not None:
+                    self._pending.append((name, inside))
+                else:
+                    self._take(name, 0 if state is None else state.nbytes)
+        if beyond := list(self.files)[_MOST_FILES:]:
+            self.files = dict(islice(self.files.items(), _MOST_FILES))
+            self.left_out.append(f"{beyond[0]} and what follows (more than {_MOST_FILES} files)")
 
-    def _visit_local(self, name: str, directories: list[tuple[str, Mapping[str, Stamp | None]]]) -> None:
+    def _visit_local(self, name: str) -> None:
         path = os.path.join(self._directory, name)
         try:
             status = os.stat(path)
             if stat.S_ISDIR(status.st_mode) and not os.path.islink(path):
-                directories.append((name, self._store.list(path) or {}))
+                self._pending.append((name, self._store.list(path) or {}))
         except (OSError, StorageError):  # a link to nowhere, or nothing that this process may read
             self.left_out.append(f"{name} (cannot be read)")
             return
-        if stat.S_ISREG(status.st_mode):
-            if self._is_inside(path, name):
-                self._take(name, status.st_size)
-            else:
-                self.left_out.append(f"{name} (a link out of the directory)")
+        if stat.S_ISDIR(status.st_mode):
+            return
+        if not stat.S_ISREG(status.st_mode):  # who opens a pipe waits for ever
+            raise StorageError(f"{path}: is not a regular file")
+        if self._is_inside(path, name):
+            self._take(name, status.st_size)
+        else:
+            self.left_out.append(f"{name} (a link out of the directory)")
 
     def _is_inside(self, path: str, name: str) -> bool:
         real = os.path.realpath(path)
@@ -122,12 +133,12 @@ class _Walk:
         )
 
     def _take(self, name: str, nbytes: int) -> None:
-        """Take a file unless it is weights, or too large or one too many."""
+        """Take a file unless it is weights or too large."""
         if _WEIGHTS.fullmatch(posixpath.basename(name)):
             if "/" in name:
                 self.left_out.append(f"{name} (weights)")
             return
-        if nbytes > SMALL_BYTES or self._nbytes + nbytes > _MOST_BYTES or len(self.files) == _MOST_FILES:
+        if nbytes > SMALL_BYTES or self._nbytes + nbytes > _MOST_BYTES:
             self.left_out.append(f"{name} (of {nbytes} bytes)")
             return
         self._nbytes += nbytes

@@ -34,6 +34,8 @@ _RECORDS = (CHECKSUMS_NAME, RECORD_NAME, *INDEX_NAMES)
 def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
     """Return every fault of a checkpoint: of headers, sizes, the index and its files. The list is empty if it is valid.
 
+    Files beside the model's, and tensors that the index does not name, are faults as well: no restore reads them.
+
     ```python
     for fault in ost.verify("/models/llama"):
         print(fault)

@@ -109,7 +109,7 @@ def convert(
         MaxText has, unless `variant` has others. Without a family, arrays are tensors of the same names. From
         safetensors to safetensors, the family is `"dequantized"`: names stay, quantised tensors become plain ones.
       config: to safetensors, the content of the `config.json` to write, an object whose `to_dict` returns that, the
-        path of such a file, or a directory with one, of which the tokenizer's files and their like are also copied.
+        path of such a file, or a directory with one, of which all small files but weights are also copied.
         From safetensors, by default what stands beside the source, without what it says of quantisation.
       dtype: to cast floating-point arrays to: one for all of them, which then also enters the config; or dtypes by
         pattern: the first pattern that matches (`re.search`) the name of an array counts. To Orbax, names are those of

@@ -229,15 +229,15 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
       max_file_bytes: the most that a file holds; more tensors go into several files with an index. 5 GB as on the Hub.
       family, variant: as for `SafetensorsRestore`; the save stores the tensors that the tree is made of.
       config: what a family needs to know of the model: the content of a `config.json`, an object with a `to_dict`, as
-        `transformers` has them, or a path or URL of such a file or of a directory with one, whose tokenizer's files are
-        then copied, too. The save writes it beside the tensors as `config.json`, without `quantization_config` unless
-        the tensors are such codes and scales. With the config of a PEFT adapter, it writes `adapter_model.safetensors`
-        and `adapter_config.json`.
+        `transformers` has them, or a path or URL of such a file or of a directory with one, whose other small files
+        are then copied, too. The save writes it beside the tensors as `config.json`, without `quantization_config`
+        unless the tensors are such codes and scales. With the config of a PEFT adapter, it writes
+        `adapter_model.safetensors` and `adapter_config.json`.
       like: the path or URL of a checkpoint, a directory or one file. The save stores the same tensors, under the same
-        names, in the same dtypes, order and files, and copies its config and, from a directory, its tokenizer's files
-        and their like; `config` takes precedence. Each leaf has a place there. Values of floating point are rounded to
-        the stored dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the config is
-        then without `quantization_config`. The checkpoint must not lie in the destination: with `force=True`,
+        names, in the same dtypes, order and files, and copies its config and, from a directory, all other small files
+        that are not weights; `config` takes precedence. Each leaf has a place there. Values of floating point are
+        rounded to the stored dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the
+        config is then without `quantization_config`. The checkpoint must not lie in the destination: with `force=True`,
         `ocp.Checkpointer` deletes the destination before the save reads it. `SafetensorsCheckpointer` refuses this. It
         must stay until the save has ended.
       rest: what happens to tensors of `like` that the family has no leaf for, such as the tower of a model that also

@@ -90,8 +90,8 @@ def plan_restore(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     request = RestoreRequest.of(path, target, family, variant, options, dtype, partial)
+    stored = read_for_plan(request.path, family, variant, request.options.storage_options, partial=request.leaves_out)
     request = replace(request, partial=request.has_tree)
-    stored = read_for_plan(request.path, family, variant, request.options.storage_options)
     checkpoint, matched = seen(request, stored)
     targets = matched.targets
     return PlannedRestore.of(checkpoint, targets, process_count, request.options, all_processes=all_processes).plan()

@@ -40,8 +40,8 @@ class NewFiles:
 
     Objects of another checkpoint are replaced in five steps: `keep_old`, then new objects appear under names that no
     old one has, then `unmark`, then `replace_index`, which is the moment of the change, and `delete_others`. If the
-    save fails before that moment, the directory is as it was. If the checkpoint is a single file and gets a new single
-    file in its place, that is the change.
+    save fails before that moment, the directory is as it was. If the new checkpoint is a single file, its appearance is
+    the change.
     """
 
     def __init__(self, store: Store, path: str, names: Iterable[str], options: SafetensorsOptions) -> None:

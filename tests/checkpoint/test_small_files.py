@@ -112,8 +112,10 @@ def test_links_go_along_only_from_within(tmp_path, source):
     (source / "around").symlink_to(".")
     (source / "nowhere.json").symlink_to("nothing")
     (source / "inner.json").symlink_to("1_Pooling/real.json")
-    os.mkfifo(source / "pipe.json")
     assert {*rule.small_files(LocalStore(), str(source))} == {*KEPT, "1_Pooling/real.json", "inner.json"}
+    os.mkfifo(source / "1_Pooling" / "pipe.json")
+    with pytest.raises(ost.StorageError, match=r"1_Pooling/pipe\.json: is not a regular file"):
+        rule.small_files(LocalStore(), str(source))
 
 
 def test_the_hubs_cache_is_links(tmp_path):
@@ -136,7 +138,7 @@ def test_what_is_not_small_stays_behind(tmp_path, monkeypatch, caplog):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(nbytes))
     assert list(rule.small_files(LocalStore(), str(tmp_path))) == ["b", "f", "e/a", "e/b"]
-    assert "not copied: a (of 21 bytes), c (of 11 bytes), e/c (of 0 bytes)" in caplog.text
+    assert "not copied: a (of 21 bytes), c (of 11 bytes), e/c and what follows (more than 4 files)" in caplog.text
 
 
 @pytest.mark.server

@@ -244,6 +244,7 @@ def test_what_is_there_of_a_checkpoint_in_part(tmp_path, line, saved, family):
     assert list(found) == ["a"]
     np.testing.assert_array_equal(found["a"], tree["a"])
     assert list(ost.load(tmp_path / "x", {"b": NamedSharding(line, P())}, partial=True, **arguments)) == ["b"]
+    assert ost.plan_restore(tmp_path / "x", line, partial=["a"], **arguments).total_bytes == tree["a"].nbytes
     with pytest.raises(ost.TensorMismatchError, match="'d'"):
         ost.load(tmp_path / "x", line, partial=["d"], **arguments)
     if saved:

@@ -442,8 +442,10 @@ def test_from_object_store_to_object_store(request, tmp_path, source, mesh, name
 def test_like_a_model_of_the_hub(tmp_path, source, hub, monkeypatch):
     for name, value in hub.environment.items():
         monkeypatch.setenv(name, value)
-    hub.hub.commit("somebody/qwen", {path.name: path.read_bytes() for path in source.iterdir()})
+    files = {path.name: path.read_bytes() for path in source.iterdir()} | {"1_Pooling/config.json": b"{}"}
+    hub.hub.commit("somebody/qwen", files)
     ost.save(tmp_path / "saved", restore(source, family="maxtext"), family="maxtext", like="hf://somebody/qwen")
+    assert (tmp_path / "saved" / "1_Pooling" / "config.json").read_bytes() == b"{}"
     for path in source.glob("*.json"):
         if "index" not in path.name:
             assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
