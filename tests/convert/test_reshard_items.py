@@ -332,3 +332,17 @@ def test_errors_name_the_item(tmp_path):
         sink.write_box("params/w", Box(((0, 4),)), np.zeros(4, F4))
         with pytest.raises(ost.TensorMismatchError, match="to/opt: 1 of 1 arrays are not complete: 1 chunks of 'w'"):
             sink.commit()
+
+
+def test_items_of_our_handlers_are_orbax_s_afterwards(tmp_path):
+    """A manager without handlers restores with those that are recorded."""
+    handlers = {name: ost.SafetensorsHandler() for name in ("params", "opt", "empty")}
+    trees = {"params": arrays(PARAMS), "opt": arrays({**OPT, "name": None}), "empty": [None, {}]}
+    with ocp.CheckpointManager(tmp_path / "from", item_handlers=handlers) as manager:
+        manager.save(7, args=ocp.args.Composite(**{name: ost.SafetensorsSave(tree) for name, tree in trees.items()}))
+    ost.reshard(tmp_path / "from", tmp_path / "to", mesh={"x": 4}, spec={"^layers.w": ("x",)})
+    with ocp.CheckpointManager(tmp_path / "to") as manager:
+        restored = manager.restore(7)
+    assert restored["params"]["layers"]["w"].sharding.spec == P("x")
+    for name, tree in trees.items():
+        same(restored[name], tree)
