@@ -132,10 +132,14 @@ class ModelFiles:
         return config | ({} if self.use.family is None else {RECORD_NAME: record_content(self.use, tensor_files)})
 
     def storing(self, tensors: TensorTypes) -> ModelFiles:
-        """Return the same files for these tensors: without what says how some are quantised, if none of them is."""
-        if self.config is None and not self.copies:
+        """Return the same files for these tensors, with a config that names the dtype of most elements.
+
+        Without what says how some tensors are quantised, if none of them is.
+        """
+        if (self.config is None and not self.copies) or stores_codes(tensors, self.config or {}):
             return self
-        return self if stores_codes(tensors, self.config or {}) else self.plain()
+        files, dtype = self.plain(), _most(tensors)
+        return files if files.config is None else replace(files, config=_in_dtype(files.config, dtype))
 
     def plain(self) -> ModelFiles:
         """Return the same files without what they say of quantisation."""
@@ -143,18 +147,13 @@ class ModelFiles:
         copies = {name: path for name, path in self.copies.items() if name not in QUANTIZATION_NAMES}
         return replace(self, config=config, copies=copies)
 
-    def stored_as(self, dtype: np.dtype) -> ModelFiles:
-        """Return the same files for tensors that are all cast to `dtype`; transformers then loads the model in it."""
-        return self if self.config is None else replace(self, config=_in_dtype(self.config, dtype))
-
     def cast(self, stored: TensorTypes, source: Checkpoint, config: Mapping[str, Any]) -> ModelFiles:
         """Return the files for tensors `stored` like those of `source`, whose config is `config`.
 
         If most elements are no longer of the dtype that they have there, the config names their new dtype.
         """
         before = {name: (source[name].dtype, shape) for name, shape in source.shapes.items() if name in stored}
-        dtype = _most(stored)
-        if dtype is None or dtype == _most(before) or (changed := _in_dtype(config, dtype)) == config:
+        if (dtype := _most(stored)) == _most(before) or (changed := _in_dtype(config, dtype)) == config:
             return self
         return replace(self, config=changed if self.config is None else _in_dtype(self.config, dtype))
 
@@ -168,9 +167,11 @@ def _most(tensors: TensorTypes) -> np.dtype | None:
     return max(elements, key=elements.__getitem__, default=None)
 
 
-def _in_dtype(config: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Return a config that names `dtype` wherever it names one: for the whole model, or for a part of it."""
+def _in_dtype(config: Mapping[str, Any], dtype: np.dtype | None) -> dict[str, Any]:
+    """Return a config that names `dtype`, if it is not None, wherever it names one: for the model, or for a part."""
     named = dict(config)
+    if dtype is None:
+        return named
     for key, value in config.items():
         if key in ("dtype", "torch_dtype") and value is not None:
             named[key] = dtype.name

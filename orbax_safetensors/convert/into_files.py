@@ -95,8 +95,6 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
     )
     model_files = model_files.storing({name: (dtypes[name], shape) for name, (_, shape) in tensors.items()})
     model_files = replace(model_files, use=use)
-    if request.casts.everywhere is not None:
-        model_files = model_files.stored_as(request.casts.everywhere)
     files = Files(layout, locations(layout), {leaf.name: leaf.view for leaf in viewed if not leaf.is_double})
     groups = interleaved(files.views)
     for names in groups:
@@ -145,9 +143,7 @@ def plain_files_from_files(request: ConvertRequest) -> TileJob:
         alignment=_ALIGNMENT,
         stem=checkpoint.stem,
     )
-    if request.casts.everywhere is not None:
-        model_files = model_files.stored_as(request.casts.everywhere)
-    model_files = model_files.plain()
+    model_files = model_files.storing({name: (leaf.dtype, leaf.shape) for name, leaf in source.leaves.items()})
     files = Files.of(layout, source.leaves)
     return _to_files(source, request, files, model_files, [(name,) for name in source.leaves], checkpoint.use)
 

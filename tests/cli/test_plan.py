@@ -322,7 +322,9 @@ def test_a_checkpoint_is_opened_once(cli, single, monkeypatch):
     opened = []
     read_checkpoint = described.read_checkpoint
     monkeypatch.setattr(
-        described, "read_checkpoint", lambda path, *more: opened.append(path) or read_checkpoint(path, *more)
+        described,
+        "read_checkpoint",
+        lambda path, *more, **named: opened.append(path) or read_checkpoint(path, *more, **named),
     )
     assert cli("plan", single, *MESHES).status == 0
     assert opened == [str(single)]
