@@ -160,7 +160,7 @@ def _file_names(
     present = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
     if index is None:
         if not present:
-            raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path)}")
+            raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path, names)}")
         return present
     there = set(names)
     for name in sorted(set(index.files) - there):
