@@ -234,7 +234,7 @@ def test_wrong_names(directory, target, partial, error, message):
             r"a mesh is jax.sharding.Mesh\(jax.devices\(\), \('model',\)\), and names of leaves are for partial=",
         ),
         (8, "a mesh is"),
-        (P("model"), r"a spec needs a mesh: jax.sharding.NamedSharding\(mesh, spec\)"),
+        (P("model"), r"jax.sharding.NamedSharding\(mesh, spec\)"),
         (jnp.bfloat16, "pass dtype= to cast"),
         (np.dtype("float32"), "pass dtype= to cast"),
         (jax.sharding.Mesh, "found <class"),
@@ -249,6 +249,9 @@ def test_other_arguments_that_beginners_mix_up(directory):
     for devices in (jax.devices()[0], jax.devices(), {"a": jax.devices()[0]}):
         with pytest.raises(TypeError, match=r"pass jax.sharding.SingleDeviceSharding\(device\), for several jax.sh"):
             ost.load(directory, devices)
+    for leaf in (P(), lambda name, shape: P()):
+        with pytest.raises(TypeError, match=r"mesh and spec make a sharding: jax.sharding.NamedSharding\(mesh, spec\)"):
+            ost.load(directory, leaf if callable(leaf) else {"layers.0.b": leaf}, partial=not callable(leaf))
     with pytest.raises(ost.TensorMismatchError, match=r"pass jax.sharding.Mesh\(.* rather than sizes"):
         ost.load(directory, {"model": 8})
     with pytest.raises(
