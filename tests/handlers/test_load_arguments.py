@@ -263,6 +263,10 @@ def test_other_arguments_that_beginners_mix_up(directory):
             ost.SafetensorsError, match=r"options: expected SafetensorsOptions\(...\), found {'threads'"
         ):
             call(directory, options={"threads": 3})
+    with pytest.raises(ost.SafetensorsError, match="cannot be restored or saved in a function of jax.jit"):
+        jax.jit(lambda: ost.load(directory))()
+    with pytest.raises(ost.SafetensorsError, match="'a': is an array that JAX traces: save outside of jax.jit"):
+        jax.jit(lambda x: ost.save(directory / "new", {"a": x}))(1.0)
     with pytest.raises(ost.MappingError, match="flax: .*pass the whole name of one: flax.paths"):
         ost.load(MAXTEXT / "hf", family="flax")
 
