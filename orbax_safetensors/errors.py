@@ -46,6 +46,12 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def reason(error: BaseException) -> str:
+    """Return what a message says of an error of another library: its text, or the whole error if that says nothing."""
+    text = str(error)
+    return repr(error) if not text.strip() or isinstance(error, KeyError) else text
+
+
 class HeaderError(SafetensorsError):
     """A file is not a valid `.safetensors` file.
 
@@ -160,4 +166,4 @@ def storage_errors(where: str, kind: type[Exception] = Exception) -> Iterator[No
     except SafetensorsError:
         raise
     except kind as error:
-        raise StorageError(f"{where}: {error or type(error).__name__}") from error
+        raise StorageError(f"{where}: {reason(error)}") from error

@@ -41,23 +41,27 @@ class Leaf:
 
 
 def leaves_of(item: Any, save_args: Any, *, abstract: bool = False) -> list[Leaf]:
-    """Return the leaves of a tree in its order.
+    """Return the leaves of a tree in its order, without those that are `ocp.PLACEHOLDER`.
 
     `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which only `dtype` counts. It may have
     entries at empty nodes. NumPy arrays of the other byte order are swapped. If `abstract`, leaves may be
     `jax.ShapeDtypeStruct`s in place of arrays of JAX, whose 64-bit dtypes count as 32 bits unless x64 is enabled.
 
     Raises:
-      TensorMismatchError: a leaf that cannot be stored, two of one name, or none at all.
+      TensorMismatchError: a leaf that cannot be stored, two of one name, or an empty tree, which Orbax does not record.
     """
     leaves = flatten(item)[1]
     args = flatten(save_args)[1] if save_args is not None else {}
-    if not leaves:
-        raise TensorMismatchError("the tree to save has no leaves")
+    if not leaves and not item:
+        raise TensorMismatchError(f"the tree to save has no leaves: it is {item!r:.80}")
     unknown = args.keys() - leaves.keys()
     if unknown and (unknown := unknown - empty_nodes(item)):
         raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(sorted(unknown)[:8])}")
-    return [_leaf(name, leaf, args.get(name, ocp.SaveArgs()), abstract) for name, leaf in leaves.items()]
+    return [
+        _leaf(name, leaf, args.get(name, ocp.SaveArgs()), abstract)
+        for name, leaf in leaves.items()
+        if leaf is not ocp.PLACEHOLDER
+    ]
 
 
 def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:

@@ -5,6 +5,7 @@ Nothing here compiles, runs a collective or sends data between hosts; `growing`,
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
@@ -15,7 +16,7 @@ import numpy as np
 from jax.experimental.layout import Format
 
 from orbax_safetensors.devices.sharding import box_of, plain
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.storage.memory import PAGE_BYTES, arena_of, memory_at
 
@@ -24,6 +25,30 @@ _PINNED = "pinned_host"
 # The most dimensions of a NumPy array, and its most bytes.
 _MAX_RANK = 64
 _MAX_BYTES = 2**63 - 1
+
+
+@contextlib.contextmanager
+def explicit_transfers() -> Iterator[None]:
+    """Let JAX count transfers between host and devices as explicit: whoever restores or saves asks for them.
+
+    JAX counts arrays that are made by callbacks, and what programs take from NumPy, as implicit, which its transfer
+    guard "disallow" refuses. Raises `SafetensorsError` if the guard also refuses explicit transfers.
+    """
+    guards = {
+        "host_to_device": jax.transfer_guard_host_to_device,
+        "device_to_device": jax.transfer_guard_device_to_device,
+        "device_to_host": jax.transfer_guard_device_to_host,
+    }
+    with contextlib.ExitStack() as stack:
+        for direction, guard in guards.items():
+            if getattr(jax.config, f"jax_transfer_guard_{direction}") in ("log", "disallow"):
+                stack.enter_context(guard("allow"))
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "Disallowed" not in str(error):
+                raise
+            raise SafetensorsError(f"jax_transfer_guard forbids explicit transfers as well: {error}") from error
 
 
 def check_holdable(shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_safetensors.checkpoint.open import open_checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
@@ -20,6 +21,7 @@ from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.run import restore
+from orbax_safetensors.restore.saved_tree import SavedLeaf, saved_tree
 from orbax_safetensors.save.job import SaveJob, prepare
 from orbax_safetensors.save.request import Existing, Rest, SaveRequest
 from orbax_safetensors.storage.paths import as_text
@@ -78,21 +80,31 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         return restore(request)
 
     def metadata(self, directory: epath.PathLike) -> Any:
-        """Return Orbax's metadata tree: an `ArrayMetadata` for every stored tensor or leaf of the family's tree.
+        """Return Orbax's metadata of the tree that a restore without arguments returns: shapes, dtypes, shardings.
 
         Needs no device. Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
         """
+
+        def described(leaf: SavedLeaf) -> ocp.metadata.Metadata:
+            is_array = leaf.kind in (jax.Array, np.ndarray)
+            kind: Any = ocp.metadata.ArrayMetadata if is_array else ocp.metadata.ScalarMetadata
+            return kind(
+                name=leaf.name,
+                directory=_directory(directory),
+                shape=leaf.view.shape,
+                sharding=leaf.sharding,
+                dtype=leaf.view.dtype,
+            )
+
         try:
-            checkpoint = open_checkpoint(directory, family=self._family, variant=self._variant, options=self._options)
+            stored = read_checkpoint(directory, self._options.storage_options)
+            dequantize = self._options.dequantize
+            tree = saved_tree(stored, self._family, self._variant, complete=True, dequantize=dequantize)
+            leaves = tree.map(described)
         except SafetensorsError as error:  # Orbax drops errors of this method
             logger.error("%s", error)
             raise
-        leaves = checkpoint.tree(
-            lambda name, view: ocp.metadata.ArrayMetadata(
-                name=name, directory=_directory(directory), shape=view.shape, sharding=None, dtype=view.dtype
-            )
-        )
-        return build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
+        return build_default_tree_metadata(leaves, custom_metadata=tree.checkpoint.metadata)
 
     def save(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> None:
         """Save an item into `directory`; see `SafetensorsSave`. Every active process calls this.
@@ -185,6 +197,9 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     transforms: Any = None
 
     def __post_init__(self) -> None:
+        # Orbax's arguments take the tree out of what `metadata` returns.
+        orbax_args = ocp.args.PyTreeRestore(self.item, self.restore_args)
+        self.item, self.restore_args = orbax_args.item, orbax_args.restore_args
         if self.transforms is not None:
             if jax.tree.leaves(self.transforms):
                 raise SafetensorsError(

@@ -19,7 +19,7 @@ from etils import epath
 
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, reaching_others, same_arguments, together
-from orbax_safetensors.errors import SafetensorsError, StorageError, storage_errors
+from orbax_safetensors.errors import SafetensorsError, storage_errors
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.beside import read_beside, write_beside
 from orbax_safetensors.handlers.checkpoint_handler import (
@@ -143,10 +143,8 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         text = read_beside(directory, STEP_FILE, options=self._options) if is_url(directory) else None
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
-        try:
+        with storage_errors(f"{directory}: {STEP_FILE}"):
             return deserialize_step_metadata(json.loads(text), item_metadata=item_metadata)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise StorageError(f"{directory}: {STEP_FILE}: {error}") from error
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:
         """Return the record of a step that is finished now; raises `SafetensorsError` if Orbax cannot record it."""

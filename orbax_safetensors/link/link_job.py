@@ -25,6 +25,7 @@ from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.bar import passing
+from orbax_safetensors.devices.trees import nodes
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.format.index import INDEX_SUFFIX
@@ -220,7 +221,7 @@ class LinkJob:
         tree = self.checkpoint.tree(lambda name, _: self.leaves[envelope.above + name])
         # Chunks of padding are not stored.
         whole = all(array.is_whole for array in self.linked.values())
-        return item_files(replace(envelope, rest=rest).around(tree), whole=whole)
+        return item_files(nodes(replace(envelope, rest=rest).around(tree)), whole=whole)
 
     def _entries(self) -> Iterator[Entry]:
         """Yield the entries of the index, without the arrays that have to be made."""

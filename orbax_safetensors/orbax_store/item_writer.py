@@ -212,7 +212,7 @@ class ItemWriter:
         """
         self._write_scalars()
         files = item_files(
-            self._tree,
+            trees.nodes(self._tree),
             custom_metadata=self._item.custom_metadata,
             ocdbt=self._item.ocdbt,
             zarr3=self._item.zarr3,

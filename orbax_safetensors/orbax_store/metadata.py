@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from orbax_safetensors.devices.trees import Path, is_empty, key_name
 from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.orbax_store._compat import InternalTreeMetadata, serialize_step_metadata
 from orbax_safetensors.orbax_store.directories import is_on_gcs, names, parse_json, read_json
@@ -46,11 +47,13 @@ INDEX_NAMES = (TREE_FILE, SHARDING_FILE, MANIFEST, NOTE_FILE, ARRAYS_DIRECTORY)
 
 # Orbax's numbers of the kinds of nodes: a key is of one of them.
 _SEQUENCE, _DICT = 1, 2
+# JAX numbers the children of a class that is registered without key paths.
+_SEQUENCE_KEYS = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
 _KINDS = (*ARRAYS, SCALAR, STRING)
 
 
 def item_files(
-    tree: Any,
+    nodes: Sequence[tuple[Path, str, Any]],
     *,
     whole: bool = True,
     custom_metadata: Any = None,
@@ -61,23 +64,20 @@ def item_files(
     """Return the small files of an item by their names, last `_METADATA`, which makes it an item.
 
     Args:
-      tree: has an `OrbaxLeaf` for every array, and scalars and strings, or an `OrbaxLeaf` for a scalar; it may have
-        empty nodes.
+      nodes: of the tree, as `devices.trees.nodes` returns them, with an `OrbaxLeaf` for every array, and scalars and
+        strings, or an `OrbaxLeaf` for a scalar.
       whole: whether all chunks of all arrays are stored. If not, a missing chunk is zeros to Orbax, otherwise an error.
       custom_metadata: JSON of the item.
       ocdbt, zarr3: how arrays are stored.
       process_count: how many processes have written the arrays.
     """
-    named = [
-        (path, jax.tree_util.keystr(path, simple=True, separator="."), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty)
-    ]
-    leaves = {name: leaf for _, name, leaf in named if isinstance(leaf, OrbaxLeaf)}
+    leaves = {name: leaf for _, name, leaf in nodes if isinstance(leaf, OrbaxLeaf)}
     arrays = {name: leaf for name, leaf in leaves.items() if leaf.kind == JAX_ARRAY}
-    strings = {name: leaf for _, name, leaf in named if isinstance(leaf, str)}
+    strings = {name: leaf for _, name, leaf in nodes if isinstance(leaf, str)}
     files: dict[str, bytes] = {}
     if leaves:
-        files[SHARDING_FILE] = sharding_file(arrays)
+        shardings = {name: leaf.sharding for name, leaf in arrays.items() if leaf.sharding is not None}
+        files[SHARDING_FILE] = sharding_file(shardings)
         records = [
             {
                 "array_metadata": {
@@ -94,7 +94,7 @@ def item_files(
     if strings:
         files[STRINGS_FILE] = _strings_file(strings)
     metadata = {
-        "tree_metadata": {str(tuple(_key(part) for part in path)): _entry(path, leaf) for path, _, leaf in named},
+        "tree_metadata": {str(tuple(map(key_name, path))): _entry(path, leaf) for path, _, leaf in nodes},
         "use_ocdbt": ocdbt,
         "use_zarr3": zarr3,
         "store_array_data_equal_to_fill_value": whole,
@@ -170,37 +170,30 @@ def finished_record(begun: Mapping[str, Any], metadata: Mapping[str, Any]) -> st
     return json.dumps({**begun, **metadata, "commit_timestamp_nsecs": time.time_ns()})
 
 
-def _is_empty(node: Any) -> bool:
-    return node is None or (isinstance(node, Mapping | list | tuple) and not node)
-
-
-def _kind(leaf: Any) -> str:
-    """Return Orbax's name of a leaf's kind, or of an empty node; it has none for a named tuple."""
-    if isinstance(leaf, OrbaxLeaf):
-        return leaf.kind
-    if isinstance(leaf, str):
+def _kind(node: Any) -> str:
+    """Return Orbax's name of the kind of a leaf or an empty node; it calls named tuples and other classes None."""
+    if isinstance(node, OrbaxLeaf):
+        return node.kind
+    if isinstance(node, str):
         return STRING
-    if not _is_empty(leaf):
+    if not is_empty(node):
         return SCALAR
-    empty = {} if isinstance(leaf, Mapping) else leaf
-    return next((kind for kind, node in EMPTY_NODES.items() if type(empty) is type(node)), "None")
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return "None"
+    kinds = {"List": list, "Tuple": tuple, "Dict": Mapping}
+    return next((kind for kind, container in kinds.items() if isinstance(node, container) and not node), "None")
 
 
 def _entry(path: Sequence[Any], leaf: Any) -> dict[str, Any]:
     """Return what `_METADATA` says of a leaf or an empty node."""
     kind = _kind(leaf)
-    value: dict[str, Any] = {"value_type": kind, "skip_deserialize": _is_empty(leaf)}
+    value: dict[str, Any] = {"value_type": kind, "skip_deserialize": is_empty(leaf)}
     if kind == JAX_ARRAY:
         value["write_shape"] = leaf.write_shape or leaf.chunk_shape
     keys = [
-        {"key": _key(part), "key_type": _SEQUENCE if isinstance(part, jax.tree_util.SequenceKey) else _DICT}
-        for part in path
+        {"key": key_name(part), "key_type": _SEQUENCE if isinstance(part, _SEQUENCE_KEYS) else _DICT} for part in path
     ]
     return {"key_metadata": keys, "value_metadata": value}
-
-
-def _key(part: Any) -> str:
-    return jax.tree_util.keystr((part,), simple=True)
 
 
 def _strings_file(strings: Mapping[str, str]) -> bytes:

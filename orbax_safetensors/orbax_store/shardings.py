@@ -33,17 +33,17 @@ _KINDS: dict[str, type[ocp.metadata.ShardingMetadata]] = {
 }
 
 
-def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
-    """Return the content of `SHARDING_FILE` for the arrays of an item, by name."""
-    texts = _texts(leaves)
+def sharding_file(shardings: Mapping[str, ocp.metadata.ShardingMetadata]) -> bytes:
+    """Return the content of `SHARDING_FILE` for the shardings of an item's arrays, by name."""
+    texts = _texts(shardings)
     return json.dumps({base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in texts.items()}).encode()
 
 
-def add_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
+def add_shardings(directory: str, shardings: Mapping[str, ocp.metadata.ShardingMetadata]) -> None:
     """Add the shardings of arrays to `SHARDING_FILE` in a directory, to which Orbax may be adding others meanwhile."""
     context, transaction = ts.Context(), ts.Transaction()
     with storage_errors(f"{directory}/{SHARDING_FILE}"):
-        for name, text in _texts(leaves).items():
+        for name, text in _texts(shardings).items():
             spec = get_sharding_tensorstore_spec(directory, name)
             entry = ts.open(spec, open=True, context=context).result()
             entry.with_transaction(transaction).write(text).result()
@@ -116,9 +116,8 @@ def partition_spec(spec: Sequence[str | Sequence[str] | None]) -> tuple[str | tu
     return tuple(part if part is None or isinstance(part, str) else tuple(part) for part in spec)
 
 
-def _texts(leaves: Mapping[str, OrbaxLeaf]) -> dict[str, str]:
+def _texts(shardings: Mapping[str, ocp.metadata.ShardingMetadata]) -> dict[str, str]:
     """Return the record of each sharding by the name of its array; one that many arrays share is encoded once."""
-    sharded = {name: leaf.sharding for name, leaf in leaves.items() if leaf.sharding is not None}
-    different: dict[int, Any] = {id(sharding): sharding for sharding in sharded.values()}
+    different: dict[int, Any] = {id(sharding): sharding for sharding in shardings.values()}
     texts = {number: sharding.to_serialized_string() for number, sharding in different.items()}
-    return {name: texts[id(sharding)] for name, sharding in sharded.items()}
+    return {name: texts[id(sharding)] for name, sharding in shardings.items()}

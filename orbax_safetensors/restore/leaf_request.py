@@ -13,7 +13,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, PartitionSpec
 
 from orbax_safetensors.devices.sharding import is_abstract, plain
-from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
+from orbax_safetensors.errors import TargetTypeError, TensorMismatchError, reason
 from orbax_safetensors.format.dtypes import DTYPES, from_numpy
 
 # NumPy's scalar types that tensors can have; not `np.number` and the like, which do not have one dtype.
@@ -72,8 +72,10 @@ def _kind(leaf: Any, args: ocp.RestoreArgs) -> type:
         return np.ndarray
     if isinstance(leaf, jax.sharding.Sharding | Format):
         return jax.Array
+    if isinstance(leaf, ocp.metadata.ScalarMetadata):
+        leaf = leaf.dtype.type(0).item()
     for kind in (bool, int, float):
-        if isinstance(leaf, kind):
+        if isinstance(leaf, kind) or leaf is kind:
             return kind
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.Array
@@ -96,7 +98,7 @@ def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs) -> jax.shardin
     except TensorMismatchError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise TensorMismatchError(f"the sharding cannot be made: {error}") from error
+        raise TensorMismatchError(f"the sharding cannot be made: {reason(error)}") from error
     if isinstance(sharding, Format):
         layout = sharding.layout
         order = layout.major_to_minor if isinstance(layout, Layout) else None

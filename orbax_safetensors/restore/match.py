@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ from orbax_safetensors.format.names import by_path, by_same, hint, some
 from orbax_safetensors.restore.leaf_request import MESH
 from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.target import Target, Targets
+
+_T = TypeVar("_T")
 
 _NO_ARGS = ocp.RestoreArgs()
 _NUMPY_ARGS = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -97,8 +99,7 @@ def match(
     structure, leaves = flatten(item if item is not None else restore_args)
     args = flatten(restore_args)[1] if item is not None and restore_args is not None else {}
     if paths is None:
-        spelled = by_same if checkpoint.mapped is None else by_path
-        leaves, args = spelled(leaves, stored), spelled(args, stored)
+        leaves, args = spelled(checkpoint, leaves), spelled(checkpoint, args)
     else:
         leaves, args = ({paths[name]: leaf for name, leaf in named.items()} for named in (leaves, args))
     if item is None:
@@ -139,10 +140,9 @@ def match(
     return Matched(tuple(out), structure)
 
 
-def match_all(checkpoint: Checkpoint, sharding_of: ShardingOf | None) -> Matched:
-    """Match the whole checkpoint, as NumPy arrays by default: a flat dict, or the tree of its family."""
-    restore_args = checkpoint.tree(lambda name, view: args_of(sharding_of, name, view.shape))
-    return match(checkpoint, None, restore_args, partial=False)
+def spelled(checkpoint: Checkpoint, leaves: Mapping[str, _T]) -> dict[str, _T]:
+    """Return leaves under the names that the checkpoint has for them."""
+    return (by_same if checkpoint.mapped is None else by_path)(leaves, checkpoint.leaves)
 
 
 def args_of(sharding_of: ShardingOf | None, name: str, shape: tuple[int, ...]) -> ocp.RestoreArgs:

@@ -16,13 +16,14 @@ from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant,
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.agreement import same
+from orbax_safetensors.devices.arrays import explicit_transfers
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.restore import cooperative, replicas
 from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.fill import filling
-from orbax_safetensors.restore.match import Matched, match, match_all, placed
+from orbax_safetensors.restore.match import Matched, match, placed
 from orbax_safetensors.restore.parts import exchanges
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
@@ -32,6 +33,7 @@ from orbax_safetensors.storage.process_memory import no_collection
 logger = logging.getLogger(__name__)
 
 
+@explicit_transfers()
 def restore(request: RestoreRequest) -> Any:
     """Return the tree of a request with this process's shards. No file stays open and no thread runs on.
 
@@ -141,18 +143,14 @@ def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matc
             return nearest_variant(stored, request.family, request.leaf_shapes(), passed)
 
         return with_variant(attempt, request.variant, nearest)
-    saved = saved_tree(stored, request.family, request.variant)
-    family, variant = (request.family, request.variant) if saved is None else (saved.family, saved.variant)
-    checkpoint = mapped(stored, family, variant, complete=not request.partial, dequantize=dequantize)
-    sharding_of = request.sharding_of
+    tree = saved_tree(stored, request.family, request.variant, complete=not request.partial, dequantize=dequantize)
+    checkpoint, sharding_of = tree.checkpoint, request.sharding_of
     if request.mesh is not None:
         sharding_of = cheapest(checkpoint, request.mesh, request.options)
-    if saved is not None:
-        saved_args = saved.restore_args(checkpoint, sharding_of)
-        return checkpoint, match(checkpoint, None, saved_args, partial=False)
-    if sharding_of is None and jax.process_count() > 1:
+    if tree.recorded is None and sharding_of is None and jax.process_count() > 1:
         raise TensorMismatchError(
             f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each array a "
             "sharding with item or restore_args"
         )
-    return checkpoint, match_all(checkpoint, sharding_of)
+    restore_args = tree.map(lambda leaf: leaf.restore_args(checkpoint.path, sharding_of))
+    return checkpoint, match(checkpoint, None, restore_args, partial=False)

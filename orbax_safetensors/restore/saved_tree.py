@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,16 +14,18 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
-from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.family import FamilyLike, mapped
 from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import switches_of
+from orbax_safetensors.options import Dequantize
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
 from orbax_safetensors.orbax_store.metadata import RecordedTree
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
-from orbax_safetensors.restore.match import args_of
+from orbax_safetensors.restore.match import args_of, spelled
 from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.storage.store import find_small
 
@@ -35,44 +37,87 @@ _MAX_BYTES = 2**30
 _SCALARS = {"b": bool, "i": int, "u": int, "f": float}
 
 
-@dataclass(frozen=True)
-class SavedTree:
-    """A tree as it was saved.
+class SavedLeaf(NamedTuple):
+    """A leaf that a restore without a tree returns.
 
     Attributes:
-      family, variant: the name and the variant of the family that the save used; `identity` if it used none.
+      name: its path in the tree, joined by dots.
+      path: its name in the checkpoint, which may spell it differently.
+      kind: `jax.Array`, `np.ndarray`, or the type of a scalar.
+      sharding: of a `jax.Array`, as it was recorded.
     """
 
-    family: str
-    variant: Mapping[str, Any]
-    _recorded: RecordedTree
+    name: str
+    path: str
+    view: View
+    kind: type
+    sharding: ocp.metadata.ShardingMetadata | None
+
+    def restore_args(self, where: str, sharding_of: ShardingOf | None) -> ocp.RestoreArgs:
+        """Return what restores the leaf as it was saved, or as `sharding_of` says; `where` begins messages."""
+        if sharding_of is not None and self.kind in (jax.Array, np.ndarray):
+            return args_of(sharding_of, self.path, self.view.shape)
+        if self.kind is jax.Array:
+            return _array(self.sharding, f"{where}: {self.name!r}")
+        return ocp.RestoreArgs(restore_type=self.kind)
+
+
+@dataclass(frozen=True)
+class SavedTree:
+    """The tree that a restore without a tree returns: the one that was saved, or all leaves of the checkpoint.
+
+    Attributes:
+      checkpoint: as the family of the save sees it, or that of the caller.
+      recorded: the tree of the save; None if it is not recorded.
+    """
+
+    checkpoint: Checkpoint
+    recorded: RecordedTree | None
     _shardings: Mapping[str, ocp.metadata.ShardingMetadata]
 
-    def restore_args(self, checkpoint: Checkpoint, sharding_of: ShardingOf | None = None) -> Any:
-        """Return the tree with the `ocp.RestoreArgs` that restore each leaf as it was saved.
+    def map(self, leaf: Callable[[SavedLeaf], Any]) -> Any:
+        """Return the tree with `leaf(...)` for its leaves, and with its empty nodes.
 
-        `sharding_of` returns other shardings for all arrays, those of NumPy included.
+        Raises `TensorMismatchError` if the checkpoint lacks a leaf of the recorded tree.
         """
-        return self._recorded.map(lambda name: self._of_leaf(checkpoint, name, sharding_of))
+        recorded = self.recorded
+        if recorded is None:
+            return self.checkpoint.tree(lambda name, view: leaf(SavedLeaf(name, name, view, np.ndarray, None)))
+        views, named = self.checkpoint.leaves, {name: name for name in recorded.leaves}
+        paths = {name: path for path, name in spelled(self.checkpoint, named).items()}
 
-    def _of_leaf(self, checkpoint: Checkpoint, name: str, sharding_of: ShardingOf | None) -> ocp.RestoreArgs:
-        kind = self._recorded.leaves[name]
-        view = checkpoint.leaves.get(name)
-        if sharding_of is not None and kind != SCALAR and view is not None:
-            return args_of(sharding_of, name, view.shape)
-        if kind == JAX_ARRAY:
-            return _array(self._shardings.get(name), f"{checkpoint.path}: {name!r}")
-        if kind == SCALAR and view is not None and view.dtype.kind in _SCALARS:
-            return ocp.RestoreArgs(restore_type=_SCALARS[view.dtype.kind])
-        return ocp.RestoreArgs(restore_type=np.ndarray)
+        def of_name(name: str) -> Any:
+            if paths[name] not in views:
+                raise TensorMismatchError(f"{self.checkpoint.path}: the tree was saved with {name!r}, which is missing")
+            kind, view = recorded.leaves[name], views[paths[name]]
+            scalar = _SCALARS.get(view.dtype.kind, np.ndarray) if kind == SCALAR else np.ndarray
+            found = jax.Array if kind == JAX_ARRAY else scalar
+            return leaf(SavedLeaf(name, paths[name], view, found, self._shardings.get(name)))
+
+        return recorded.map(of_name)
 
 
-def saved_tree(checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None) -> SavedTree | None:
+def saved_tree(
+    stored: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None, *, complete: bool, dequantize: Dequantize
+) -> SavedTree:
     """Return the tree that a checkpoint was saved as.
 
-    Return None if no tree is recorded, or if another family or variant is requested. Raises `StorageError`
-    if the files are no longer those that were saved.
+    It is all leaves of the checkpoint if no tree is recorded, or if another family or variant is requested; `complete`
+    and `dequantize` are as for `mapped`. Raises `StorageError` if the files are no longer those that were saved.
     """
+    found = _recorded(stored, family, variant)
+    if found is None:
+        return SavedTree(mapped(stored, family, variant, complete=complete, dequantize=dequantize), None, {})
+    tree, saved_family, saved_variant = found
+    shardings = parse_shardings(_read_beside(stored, SHARDING_FILE), stored.path)
+    checkpoint = mapped(stored, saved_family, saved_variant, complete=complete, dequantize=dequantize)
+    return SavedTree(checkpoint, RecordedTree.parse(tree, stored.path), shardings)
+
+
+def _recorded(
+    checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None
+) -> tuple[bytes, str, Mapping[str, Any]] | None:
+    """Return the content of `TREE_FILE`, and the family and the variant of the save: `identity` if it used none."""
     if checkpoint.is_file or not checkpoint.store.writes:
         return None
     note = read_note(checkpoint.store, checkpoint.path)
@@ -97,8 +142,7 @@ def saved_tree(checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str,
         return None
     for fault in note.changed(checkpoint.path, checkpoint.fingerprints):
         raise fault
-    shardings = parse_shardings(_read_beside(checkpoint, SHARDING_FILE), checkpoint.path)
-    return SavedTree(saved_family, saved_variant, RecordedTree.parse(tree, checkpoint.path), shardings)
+    return tree, saved_family, saved_variant
 
 
 def _read_beside(checkpoint: Checkpoint, name: str) -> bytes | None:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import jax
-import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.family import TensorTypes, stored_leaves, with_variant
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
@@ -34,7 +30,6 @@ class Contents:
     """What a save stores.
 
     Attributes:
-      item: the tree, with None in place of `ocp.PLACEHOLDER`.
       leaves: of the tree, with their views.
       tensors: in the order of the files.
       metadata: of every file.
@@ -43,7 +38,6 @@ class Contents:
       copied: leaves that stand for the tensors that are copied from it.
     """
 
-    item: Any
     leaves: Sequence[Leaf]
     tensors: TensorTypes
     metadata: Mapping[str, str]
@@ -99,10 +93,8 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     and what `open_checkpoint` raises if `like` cannot be opened.
     """
     request.check()
-    item, family, like, options = request.item, request.family, request.like, request.options
-    if any(leaf is ocp.PLACEHOLDER for leaf in jax.tree.leaves(item)):
-        item = jax.tree.map(lambda leaf: None if leaf is ocp.PLACEHOLDER else leaf, item)
-    leaves = leaves_of(item, request.save_args, abstract=abstract)
+    family, like, options = request.family, request.like, request.options
+    leaves = leaves_of(request.item, request.save_args, abstract=abstract)
     model_files = model_files_of(request.config, options.storage_options)
     if like is None:
         reference, metadata = None, _METADATA
@@ -138,4 +130,4 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     stored = None if reference is None else reference.checkpoint.shapes
     use = NO_FAMILY if known is None else known.use(config, stored, switches)
     model_files = replace(model_files.storing(tensors), use=use)
-    return Contents(item, viewed, tensors, metadata | dict(request.metadata or {}), model_files, reference, copied)
+    return Contents(viewed, tensors, metadata | dict(request.metadata or {}), model_files, reference, copied)

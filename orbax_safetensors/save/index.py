@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.devices.trees import flatten
+from orbax_safetensors.devices.trees import Path, nodes
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
@@ -30,7 +30,6 @@ from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import item_files
 from orbax_safetensors.orbax_store.ocdbt import write_references
-from orbax_safetensors.orbax_store.shardings import add_shardings
 from orbax_safetensors.save.contents import Contents
 from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.storage.paths import as_text
@@ -48,37 +47,33 @@ class SavedIndex:
 
     Attributes:
       arrays: of the tree, by name.
-      tree: with an `OrbaxLeaf` for each leaf; None if Orbax itself records the tree.
+      nodes: of the tree, with an `OrbaxLeaf` for each leaf; None if Orbax itself records the tree.
       zarr3: whether the index describes arrays in version 3 of Zarr.
       names_tensors: whether arrays have the names of the stored tensors.
       saved: the family and the variant, as for `orbax_store.index_note.note_content`.
     """
 
     arrays: Mapping[str, AddressedArray]
-    tree: Any
+    nodes: Sequence[tuple[Path, str, Any]] | None
     zarr3: bool
     names_tensors: bool
     saved: Mapping[str, Any] | None
 
     def write(
         self,
-        directory: str,
         layout: Layout,
         places: Mapping[str, Location],
         write: Callable[[str, bytes], None],
     ) -> None:
         """Call `write` with the name and the content of every file, the one that makes it a checkpoint last.
 
-        `places` say where tensors lie in the files of `layout`. If Orbax itself records the tree, add the shardings of
-        `arrays` to Orbax's file of shardings in `directory`.
+        `places` say where tensors lie in the files of `layout`.
         """
         whole = all(array.is_whole for array in self.arrays.values())
-        small = {} if self.tree is None else item_files(self.tree, whole=whole)
+        small = {} if self.nodes is None else item_files(self.nodes, whole=whole)
         write(NOTE_FILE, note_content(layout.fingerprints, self.names_tensors, small, saved=self.saved))
         files = [name for name, _ in layout.files]
         write_references(array_entries(self.arrays, places.__getitem__, files, zarr3=self.zarr3), write)
-        if self.tree is None:
-            add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
         for name, content in small.items():
             write(name, content)
 
@@ -97,7 +92,8 @@ def saved_index(request: SaveRequest, contents: Contents) -> SavedIndex | None:
     except (TypeError, ValueError, RecursionError) as error:
         _leave_out(request, f"its variant {use.variant!r:.200} cannot be recorded: {error}")
         return None
-    structure, values = flatten(contents.item)
+    tree = nodes(request.item)
+    values = {name: node for _, name, node in tree}
     arrays: dict[str, AddressedArray] = {}
     reasons = {}
     for leaf in contents.leaves:
@@ -115,11 +111,18 @@ def saved_index(request: SaveRequest, contents: Contents) -> SavedIndex | None:
         return None
     return SavedIndex(
         arrays,
-        jax.tree.unflatten(structure, [arrays[name].leaf for name in values]) if request.whole_tree else None,
+        [(path, name, _recorded(node, arrays.get(name))) for path, name, node in tree] if request.whole_tree else None,
         request.zarr3,
         names_tensors=use.family is None and arrays.keys() <= contents.tensors.keys(),
         saved=saved if request.whole_tree else None,
     )
+
+
+def _recorded(node: Any, array: AddressedArray | None) -> Any:
+    """Return what the index has in the place of a node; Orbax has None for a placeholder."""
+    if array is not None:
+        return array.leaf
+    return None if node is ocp.PLACEHOLDER else node
 
 
 def _leave_out(request: SaveRequest, reason: str) -> None:
@@ -135,9 +138,21 @@ def _orbax_leaf(leaf: Leaf, value: Any) -> OrbaxLeaf:
         kind = NUMPY_ARRAY if isinstance(value, np.ndarray) else SCALAR
         return OrbaxLeaf(leaf.shape, leaf.dtype, leaf.shape, kind)
     sharding = leaf.value.sharding
-    recorded: ocp.metadata.ShardingMetadata | None = None  # as for kinds of shardings that Orbax does not know
+    chunk_shape = sharding.shard_shape(leaf.shape)
+    return OrbaxLeaf(leaf.shape, leaf.dtype, chunk_shape, JAX_ARRAY, sharding=_sharding(sharding))
+
+
+def shardings_of(contents: Contents) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """Return the records of the shardings of arrays, by name, as far as Orbax knows their kinds."""
+    shardings = {
+        leaf.name: _sharding(leaf.value.sharding) for leaf in contents.leaves if isinstance(leaf.value, jax.Array)
+    }
+    return {name: sharding for name, sharding in shardings.items() if sharding is not None}
+
+
+def _sharding(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
     if isinstance(sharding, jax.sharding.NamedSharding):
-        recorded = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
-    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        recorded = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-    return OrbaxLeaf(leaf.shape, leaf.dtype, sharding.shard_shape(leaf.shape), JAX_ARRAY, sharding=recorded)
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return None

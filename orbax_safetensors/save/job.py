@@ -23,11 +23,13 @@ from operator import itemgetter
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME, write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
+from orbax_safetensors.devices.arrays import explicit_transfers
 from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import storage_errors
@@ -38,9 +40,10 @@ from orbax_safetensors.geometry.crc import crc_of
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
+from orbax_safetensors.orbax_store.shardings import add_shardings
 from orbax_safetensors.save.contents import Contents, contents_of
 from orbax_safetensors.save.delivery import Delivery, deliveries, holding, received
-from orbax_safetensors.save.index import SavedIndex, saved_index
+from orbax_safetensors.save.index import SavedIndex, saved_index, shardings_of
 from orbax_safetensors.save.new_files import NewFiles
 from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.save.shards import NO_SHARDS, Shards, kept
@@ -88,7 +91,6 @@ def prepare(request: SaveRequest) -> SaveJob:
             # Files of another checkpoint stay as they are until the new checkpoint is complete.
             layout = avoiding(layout, frozenset(store.list(path) or ()))
         places = locations(layout)
-        index = saved_index(request, contents)
         numbers: Sequence[int] = range(len(layout.files))
         shards, delivered = NO_SHARDS, None
         if writers is not None:
@@ -100,7 +102,19 @@ def prepare(request: SaveRequest) -> SaveJob:
         files = NewFiles(store, path, [layout.files[number][0] for number in numbers], options)
         if active.is_primary:
             files.check_room(request.existing)
-        job = SaveJob(request, key, files, layout, places, numbers, contents.model_files, index, shards, delivered)
+        job = SaveJob(
+            request=request,
+            key=key,
+            files=files,
+            layout=layout,
+            places=places,
+            numbers=numbers,
+            model_files=contents.model_files,
+            index=saved_index(request, contents),
+            shardings={} if request.whole_tree else shardings_of(contents),
+            shards=shards,
+            deliveries=delivered,
+        )
         return job, _digest(contents, layout)
 
     # Processes that save other trees than the others would write files that nobody can read.
@@ -134,6 +148,7 @@ class SaveJob:
       places: where tensors lie in them.
       numbers: of the files that this process writes into; of all if processes share files.
       index: for Orbax; the primary process writes it.
+      shardings: that the primary process adds to those of Orbax, if Orbax itself writes the tree.
       shards: that this process writes.
       deliveries: of tensors, if each file has one of several writers, which receives its shards first.
     """
@@ -146,9 +161,11 @@ class SaveJob:
     numbers: Sequence[int]
     model_files: ModelFiles
     index: SavedIndex | None
+    shardings: Mapping[str, ocp.metadata.ShardingMetadata]
     shards: Shards
     deliveries: Sequence[Delivery] | None
 
+    @explicit_transfers()
     def kept(self) -> SaveJob:
         """Return the job with memory of its own, for which leaves may change or go; see `shards.kept`.
 
@@ -167,6 +184,7 @@ class SaveJob:
             shards = together(f"{self.key}/copies", keep, active=self.request.active)
         return replace(self, request=replace(self.request, item=None), shards=shards, deliveries=None)
 
+    @explicit_transfers()
     def run(self) -> None:
         """Write the files into the directory, which exists; all active processes do so together.
 
@@ -299,18 +317,17 @@ class SaveJob:
                     os.makedirs(path, exist_ok=True)
             renamed = {TREE_FILE: _UNFINISHED}
             self.index.write(
-                files.path,
-                self.layout,
-                self.places,
-                lambda name, content: files.write(renamed.get(name, name), content),
+                self.layout, self.places, lambda name, content: files.write(renamed.get(name, name), content)
             )
             for path in below if sync else ():
                 files.store.sync(path)
+        if self.shardings:
+            add_shardings(files.path, self.shardings)
         if self.layout.index is not None:
             files.write(INDEX_NAME, self.layout.index.encode())
         for name, header in self.layout.files:
             files.write(name, header.encoded, header.file_bytes)
-        if self.index is not None and self.index.tree is not None:
+        if self.index is not None and self.index.nodes is not None:
             rename(files.path_of(_UNFINISHED), files.path_of(TREE_FILE))
         if sync:
             files.store.sync(files.path)
@@ -336,7 +353,9 @@ class SaveJob:
         if self._replaces:
             self._write_model_files()
         if self.index is not None:
-            self.index.write(files.path, self.layout, self.places, files.write)
+            self.index.write(self.layout, self.places, files.write)
+        if self.shardings:
+            add_shardings(files.path, self.shardings)
         if index is not None:
             files.write(INDEX_NAME, index.encode())
         if self._replaces:

@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
 from tests.support import examples
@@ -31,6 +32,8 @@ def example(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ERRORS])
 def test_an_example_runs(example, name):
+    if name == "SafetensorsCheckpointableHandler" and not hasattr(v1, "load"):
+        pytest.skip("this version of Orbax has other names")
     example(name)
 
 

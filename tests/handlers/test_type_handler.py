@@ -274,6 +274,36 @@ def test_beside_zarr(tmp_path, mixed, mesh):
         assert_same(checkpointer.restore(tmp_path / "saved", item=mixed, restore_args=args), mixed)
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize("registered", [True, False])
+def test_shardings_are_recorded_as_orbax_records_them(tmp_path, mesh, use_ocdbt, registered):
+    tree = {
+        "w": jax.device_put(KERNEL, NamedSharding(mesh, P("x", "y"))),
+        "one": jax.device_put(KERNEL, jax.devices()[3]),
+        "inner": [jax.device_put(KERNEL, NamedSharding(mesh, P(None, "x"))), 3],
+    }
+
+    def shardings(handler, directory):
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(directory, tree)
+            restored = checkpointer.restore(directory)
+            metadata = checkpointer.metadata(directory).item_metadata.tree
+        return [[getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(found)] for found in (restored, metadata)]
+
+    expected = shardings(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt), tmp_path / "stock")
+    if registered:
+        ost.register(save=True)
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)
+    else:
+        handler = make_handler(use_ocdbt=use_ocdbt)
+    try:
+        assert shardings(handler, tmp_path / "ours") == expected
+    finally:
+        ost.unregister()
+    assert list((tmp_path / "ours").glob("*.safetensors"))
+
+
 def test_a_tensor_that_is_gone(tmp_path, checkpointer, params):
     checkpointer.save(tmp_path / "saved", params)
     write(tmp_path / "saved" / "model.safetensors", {"dense.bias": BIAS})

@@ -74,7 +74,7 @@ def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_
     }
     config = read_config(checkpoint)
     given, tensors = mapped.stored_leaves(leaves_of(tree, None), registry.find(family, config), variant, config)
-    layout = Contents(tree, given, tensors, {"format": "pt"}, ModelFiles()).layout(max_file_bytes, 64)
+    layout = Contents(given, tensors, {"format": "pt"}, ModelFiles()).layout(max_file_bytes, 64)
     with monkeypatch.context() as patched:
         patched.setattr(writers, "holders", holders)
         patched.setattr(jax, "process_index", lambda: process)
