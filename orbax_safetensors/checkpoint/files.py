@@ -145,6 +145,8 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
     if states is None:
         return Found([path], assumed=True)
     names = [name for name in states if is_part(name)]
+    if not names:
+        raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path, states)}")
     has_record = use_record and states.get(HEADERS_NAME) is not None
     recorded = recorded_texts(store, path, states) if has_record else {}
     index, (index_name, files) = None, _chosen(path, names)
@@ -223,8 +225,6 @@ def _chosen(path: str, names: Sequence[str]) -> tuple[str | None, list[str]]:
             break
     else:
         candidates = [name for name in candidates if not stems[name].startswith(_COPY)] or candidates
-    if not candidates:
-        raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path)}")
     if not indexes:
         return None, candidates
     if len(candidates) > 1:

@@ -82,6 +82,8 @@ def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
         if described:
             canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)
             value = jax.ShapeDtypeStruct(leaf.shape, canonical, sharding=leaf.sharding)
+        elif isinstance(leaf, jax.core.Tracer):
+            raise TensorMismatchError(f"{name!r}: is an array that JAX traces: save outside of jax.jit")
         elif leaf.is_deleted():
             raise TensorMismatchError(f"{name!r}: the array has been deleted or donated")
     elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not np.ma.isMaskedArray(leaf):

@@ -34,9 +34,13 @@ def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:
 def no_mesh() -> AbstractContextManager[object]:
     """Return a context without the mesh that a caller has set with `jax.set_mesh`.
 
-    JAX refuses programs, also those that it makes of its own accord, over other devices than those of the mesh.
+    JAX refuses programs, also those that it makes of its own accord, over other devices than those of the mesh. Raises
+    `SafetensorsError` while it traces a function.
     """
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
+    try:
+        return jax.set_mesh(Mesh(np.empty((), object), ()))
+    except ValueError as error:
+        raise SafetensorsError(f"a checkpoint cannot be restored or saved in a function of jax.jit: {error}") from error
 
 
 @lru_cache(maxsize=2**16)

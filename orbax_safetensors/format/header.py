@@ -168,9 +168,8 @@ def header_length(prefix: bytes, file_nbytes: int, *, file: str) -> int:
         found = min(len(prefix), file_nbytes)
         raise HeaderError(f"{not_safetensors}: expected at least {PREFIX_BYTES} bytes, found {found}")
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
-    kind = of_bytes(prefix, file)
-    most = MAX_HEADER_BYTES, file_nbytes - PREFIX_BYTES
-    if length > (max(most) if kind is None else min(most)):
+    if length > max(MAX_HEADER_BYTES, file_nbytes - PREFIX_BYTES):
+        kind = of_bytes(prefix, file)
         raise HeaderError(
             f"{not_safetensors}: expected the length of a header in its first bytes, found {prefix[:PREFIX_BYTES]!r}"
             f"{f'; it is {kind}' if kind else ''}"

@@ -100,7 +100,11 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
     unfinished = [
         name for name in directories if UNFINISHED in name or (name in numbers and not _is_finished(path / name))
     ]
-    found = f"; {unfinished} were never finished" if unfinished else f", and no .safetensors file{instead(str(path))}"
+    found = (
+        f"; {unfinished} were never finished"
+        if unfinished
+        else f", and no .safetensors file{instead(str(path), inside)}"
+    )
     raise MissingError(f"{path}: holds no finished checkpoint of Orbax{found}")
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, PartitionSpec
 
 from orbax_safetensors.devices.sharding import is_abstract, plain
 from orbax_safetensors.errors import TargetTypeError, TensorMismatchError, reason
-from orbax_safetensors.format.dtypes import DTYPES
+from orbax_safetensors.format.dtypes import DTYPES, from_numpy
 
 # NumPy's scalar types that tensors can have; not `np.number` and the like, which do not have one dtype.
 SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
+
+# How a message shows what is a mesh.
+MESH = "jax.sharding.Mesh(jax.devices(), ('model',))"
 
 
 class LeafRequest(NamedTuple):
@@ -74,7 +79,7 @@ def _kind(leaf: Any, args: ocp.RestoreArgs) -> type:
             return kind
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.Array
-    raise TargetTypeError(f"a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r:.80}")
+    raise TargetTypeError(f"a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r:.80}{meant(leaf)}")
 
 
 def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs) -> jax.sharding.Sharding | Format | None:
@@ -100,7 +105,7 @@ def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs) -> jax.shardin
         if sharding.sharding is None or (layout is not None and (order is None or rank not in (None, len(order)))):
             raise TensorMismatchError(f"expected a sharding and a layout of {rank} dimensions, found {sharding}")
     elif sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
-        raise TargetTypeError(f"expected a sharding, found {sharding!r}")
+        raise TargetTypeError(f"expected a sharding, found {sharding!r}{meant(sharding)}")
     return sharding
 
 
@@ -118,3 +123,17 @@ def _sharding_of_mesh(args: ocp.RestoreArgs) -> jax.sharding.Sharding | None:
     if (mesh is None) != (axes is None):
         raise TensorMismatchError("expected both mesh and mesh_axes, found one of them")
     return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
+
+
+def meant(target: Any) -> str:
+    """Return what a message adds to a target, or a leaf of one, that is something else."""
+    if isinstance(target, PartitionSpec | Mesh):
+        return "; mesh and spec make a sharding: jax.sharding.NamedSharding(mesh, spec)"
+    if isinstance(target, jax.Device):
+        return f"; for a device pass jax.sharding.SingleDeviceSharding(device), for several {MESH}"
+    if isinstance(target, str | int):
+        return f"; a mesh is {MESH}, and names of leaves are for partial="
+    with suppress(TypeError, TensorMismatchError):
+        from_numpy(np.dtype(target))
+        return "; pass dtype= to cast"
+    return ""

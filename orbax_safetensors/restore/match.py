@@ -23,6 +23,7 @@ from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_path, by_same, hint, some
+from orbax_safetensors.restore.leaf_request import MESH
 from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.target import Target, Targets
 
@@ -190,8 +191,8 @@ def _wrong_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
     if missing := [name for name in requested if name not in stored]:
         keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
         advice = " (random keys are not stored; leave them out, as nnx.state(model, nnx.Param) does)" if keys else ""
-        if len(missing) == len(requested) and all(type(leaf) is int for leaf in requested.values()):
-            advice += " (for a mesh, pass jax.sharding.Mesh(jax.devices(), ('model',)) rather than sizes)"
+        if all(type(leaf) is int and not hint(name, stored) for name, leaf in requested.items()):
+            advice += f" (for a mesh, pass {MESH} rather than sizes)"
         if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
             advice += " (some are names of stored tensors, and a family is in use: family='identity' restores these)"
         names = some(missing, lambda name: shown(name) + hint(name, stored))

@@ -11,15 +11,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.casts import Casts
 from orbax_safetensors.devices.trees import flatten
 from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
-from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.leaf_request import LeafRequest, leaf_request
+from orbax_safetensors.restore.leaf_request import LeafRequest, leaf_request, meant
 from orbax_safetensors.storage.paths import PathLike, as_text
 
 # The sharding of an array, of its name and shape; None for a NumPy array.
@@ -30,7 +29,6 @@ Partial = bool | Iterable[str]
 
 
 _TARGETS = "target: expected a tree, a mesh, a sharding or a function that returns one"
-_MESH = "jax.sharding.Mesh(jax.devices(), ('model',))"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +101,10 @@ class RestoreRequest:
             return replace(self, sharding_of=target)
         describes_leaf = hasattr(target, "shape") or isinstance(target, ocp.RestoreArgs | int | float)
         if is_leaf and (is_other or not describes_leaf):
-            raise TargetTypeError(f"{_TARGETS}, found {target!r}{_meant(target)}")
+            raise TargetTypeError(f"{_TARGETS}, found {target!r}{meant(target)}")
         leaves = jax.tree_util.tree_leaves(target)
         if leaves and all(isinstance(leaf, jax.Device) for leaf in leaves):
-            raise TargetTypeError(f"{_TARGETS}, found devices{_meant(leaves[0])}")
+            raise TargetTypeError(f"{_TARGETS}, found devices{meant(leaves[0])}")
         if any(isinstance(leaf, ocp.RestoreArgs) for leaf in leaves):
             return replace(self, restore_args=target)
         return replace(self, item=target)
@@ -152,20 +150,6 @@ class RestoreRequest:
         leaves = flatten(self.item if self.item is not None else self.restore_args)[1]
         args = flatten(self.restore_args)[1] if self.restore_args is not None else {}
         return {name: (leaf, args.get(name)) for name, leaf in leaves.items()}
-
-
-def _meant(target: Any) -> str:
-    """Return what a message adds to a target that is something else."""
-    if isinstance(target, PartitionSpec):
-        return "; a spec needs a mesh: jax.sharding.NamedSharding(mesh, spec)"
-    if isinstance(target, jax.Device):
-        return f"; for a device pass jax.sharding.SingleDeviceSharding(device), for several {_MESH}"
-    if isinstance(target, str | int):
-        return f"; a mesh is {_MESH}, and names of leaves are for partial="
-    with suppress(TypeError, TensorMismatchError):
-        from_numpy(np.dtype(target))
-        return "; pass dtype= to cast"
-    return ""
 
 
 def _names(partial: Any) -> tuple[str, ...]:

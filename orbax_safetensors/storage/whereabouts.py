@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from itertools import islice
 
 from orbax_safetensors.format.foreign import of_names
@@ -17,12 +18,12 @@ _DEPTH, _DIRECTORIES, _ENTRIES = 3, 200, 1000
 _SHOWN = 3
 
 
-def instead(path: str) -> str:
-    """Return what a message adds on a directory of this machine without safetensors files; empty if nothing is known.
+def instead(path: str, names: Iterable[str]) -> str:
+    """Return what a message adds on a directory with these `names` and no safetensors; empty if nothing is known.
 
-    That is what the directory holds instead and what to do with it, or which one to pass.
+    That is what the directory holds instead and what to do with it, or if it is on this machine, which one to pass.
     """
-    names = _names(path)
+    names = sorted(names)
     if advice := _in_hub_cache(path, names):
         return f"; {advice}"
     places = _Places()

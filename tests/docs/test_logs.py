@@ -73,7 +73,6 @@ def test_the_examples(tmp_path, metrics, records, mesh):
         jax.monitoring.unregister_scalar_listener(names["forward"])
         jax.monitoring.unregister_event_duration_listener(names["forward"])
     assert names["told"][-1] == 1
-    assert [task.total for task in names["bar"].tasks] == [NBYTES]
     assert {name: array.tobytes() for name, array in names["params"].items()} == {
         name: array.tobytes() for name, array in TREE.items()
     }

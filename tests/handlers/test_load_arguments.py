@@ -264,7 +264,7 @@ def test_what_is_there_of_a_checkpoint_in_part(tmp_path, line, saved, family):
             "model",
             r"a mesh is jax.sharding.Mesh\(jax.devices\(\), \('model',\)\), and names of leaves are for partial=",
         ),
-        (P("model"), r"a spec needs a mesh: jax.sharding.NamedSharding\(mesh, spec\)"),
+        (P("model"), r"jax.sharding.NamedSharding\(mesh, spec\)"),
         (jnp.bfloat16, "pass dtype= to cast"),
         (np.dtype("float32"), "pass dtype= to cast"),
         (jax.sharding.Mesh, "found <class"),
@@ -279,6 +279,9 @@ def test_other_arguments_that_beginners_mix_up(directory):
     for devices in (jax.devices()[0], jax.devices(), {"a": jax.devices()[0]}):
         with pytest.raises(TypeError, match=r"pass jax.sharding.SingleDeviceSharding\(device\), for several jax.sh"):
             ost.load(directory, devices)
+    for leaf in (P(), lambda name, shape: P()):
+        with pytest.raises(TypeError, match=r"mesh and spec make a sharding: jax.sharding.NamedSharding\(mesh, spec\)"):
+            ost.load(directory, leaf if callable(leaf) else {"layers.0.b": leaf}, partial=not callable(leaf))
     for sizes in (8, {"model": 8}):
         with pytest.raises(ost.TensorMismatchError, match=r"pass jax.sharding.Mesh\(.* rather than sizes"):
             ost.load(directory, sizes)
@@ -291,6 +294,10 @@ def test_other_arguments_that_beginners_mix_up(directory):
             ost.SafetensorsError, match=r"options: expected SafetensorsOptions\(...\), found {'threads'"
         ):
             call(directory, options={"threads": 3})
+    with pytest.raises(ost.SafetensorsError, match="cannot be restored or saved in a function of jax.jit"):
+        jax.jit(lambda: ost.load(directory))()
+    with pytest.raises(ost.SafetensorsError, match="'a': is an array that JAX traces: save outside of jax.jit"):
+        jax.jit(lambda x: ost.save(directory / "new", {"a": x}))(1.0)
     with pytest.raises(ost.MappingError, match="flax: .*pass the whole name of one: flax.paths"):
         ost.load(MAXTEXT / "hf", family="flax")
 

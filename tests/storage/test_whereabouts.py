@@ -1,8 +1,10 @@
 """What an error says of a path that is not a safetensors checkpoint: what it is instead, and what to do."""
 
+import os
 import re
 import shutil
 
+import fsspec
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -45,6 +47,10 @@ def test_a_directory_of_other_files(names, advice, tmp_path):
     for name in names:
         touch(tmp_path / "model" / name)
     refused(tmp_path / "model", rf"holds no .*{advice}")
+    for name in names:
+        fsspec.filesystem("memory").pipe(f"{tmp_path}/{name}", b"x")
+    with pytest.raises(ost.MissingError, match=rf"holds no .*{advice}"):
+        ost.load(f"memory:/{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_a_directory_of_other_files(names, advice, tmp_path):
     [
         ("model.safetensors", LFS, "`git lfs pull`"),
         ("model.safetensors", b"<!DOCTYPE html><html>Not Found</html>", "a web page"),
-        ("model.safetensors", b"PK\3\4" + bytes(100), "`torch.load`"),
+        ("model.safetensors", b"PK\3\4\0\0\x08\x08" + bytes(100), "`torch.load`"),
         ("model.safetensors", b"GGUF\3\0\0\0\0\0\0\0", "GGUF"),
         ("config.json", b'{"model_type": "llama"}', r"pass the directory with the .safetensors files, .*model$"),
         ("model.safetensors.index.json", b'{"weight_map": {}}', r"pass the directory .*model$"),
@@ -150,5 +156,4 @@ def test_a_search_is_short(tmp_path, monkeypatch):
     for number in range(9):
         touch(tmp_path / f"a{number}" / "b" / "c" / "d" / "model.safetensors")
     (tmp_path / "loop").symlink_to(tmp_path)
-    assert whereabouts.instead(str(tmp_path)) == ""
-    assert whereabouts.instead(str(tmp_path / "none")) == ""
+    assert whereabouts.instead(str(tmp_path), os.listdir(tmp_path)) == ""
