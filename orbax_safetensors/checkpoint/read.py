@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # How often a checkpoint may be replaced while it is opened, which takes a moment.
 _ATTEMPTS = 10
+# Pieces of a tensor are laid out in the grid that their edges make, which has as many cells if they are one. Others
+# could have it grow with the power of their number.
+_MOST_CELLS = 2**20
 
 _T = TypeVar("_T")
 
@@ -202,6 +205,11 @@ def _whole(name: str, pieces: tuple[StoredPiece, ...], files: list[StoredFile]) 
         sorted({0, shape[axis]} | {piece.start[axis] for piece in filled} | {_end(piece, axis) for piece in filled})
         for axis in range(len(shape))
     ]
+    if prod(len(cuts) - 1 for cuts in edges) > _MOST_CELLS:
+        raise IndexFileError(
+            f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found {len(pieces)} that "
+            "begin and end at too many places"
+        )
     numbers = [{cut: number for number, cut in enumerate(cuts)} for cuts in edges]
     held_by = np.zeros([len(cuts) - 1 for cuts in edges], np.int64)
     for piece in filled:
