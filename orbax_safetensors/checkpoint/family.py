@@ -280,4 +280,6 @@ def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np
 
 def by_number(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+    # Not as integers: Python refuses to read those of some thousand digits.
+    numbers = [(part, part.lstrip("0")) for part in name.split(".")]
+    return [(len(number), number) if part.isdecimal() else (-1, part) for part, number in numbers]

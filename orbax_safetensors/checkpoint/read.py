@@ -28,6 +28,10 @@ from orbax_safetensors.storage.store import UNKNOWN
 
 logger = logging.getLogger(__name__)
 
+# Pieces of a tensor are laid out in the grid that their edges make, which has as many cells if they are one. Others
+# could have it grow with the power of their number.
+_MOST_CELLS = 2**20
+
 
 def read_checkpoint(
     path: PathLike,
@@ -210,6 +214,11 @@ def _whole(name: str, pieces: tuple[StoredPiece, ...], files: list[StoredFile]) 
         sorted({0, shape[axis]} | {piece.start[axis] for piece in filled} | {_end(piece, axis) for piece in filled})
         for axis in range(len(shape))
     ]
+    if prod(len(cuts) - 1 for cuts in edges) > _MOST_CELLS:
+        raise IndexFileError(
+            f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found {len(pieces)} that "
+            "begin and end at too many places"
+        )
     numbers = [{cut: number for number, cut in enumerate(cuts)} for cuts in edges]
     held_by = np.zeros([len(cuts) - 1 for cuts in edges], np.int64)
     for piece in filled:

@@ -85,7 +85,7 @@ class View:
         bias = ost.mapping.full((64,), 0.0)
         ```
         """
-        shape = _integers(shape, f"a constant cannot have shape {tuple(shape)}")
+        shape = _integers(shape, "full")
         dims = tuple(merged(((size, 0),)) for size in shape)
         pieces = (Piece(None, (0,) * len(shape), 0, dims, (Offset(float(value)),)),) if prod(shape) else ()
         return View(shape, dtype, pieces)
@@ -175,7 +175,7 @@ class View:
 
     def _complete(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return `shape` with its -1 filled in; raise `MappingError` if it holds other than the view's elements."""
-        shape = _integers(shape, f"{self}: cannot be reshaped to {shape}")
+        shape = _integers(shape, "reshape")
         elements, known = prod(self.shape), prod(size for size in shape if size != -1)
         if shape.count(-1) == 1 and known and elements % known == 0:
             shape = tuple(elements // known if size == -1 else size for size in shape)
@@ -330,12 +330,12 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Modes, .
     return (0,) * len(shape), dims if prod(shape) else None
 
 
-def _integers(shape: Sequence[int], problem: str) -> tuple[int, ...]:
-    """Return a shape whose sizes are integers; otherwise raise `MappingError` with the `problem`."""
+def _integers(shape: Sequence[int], operation: str) -> tuple[int, ...]:
+    """Return a shape whose sizes are integers; `MappingError` if one is something else, such as an infinity."""
     try:
         return tuple(map(operator.index, shape))
     except TypeError:
-        raise MappingError(f"{problem}: expected integers") from None
+        raise MappingError(f"{operation}: expected integers as sizes, found {tuple(shape)!s:.200}") from None
 
 
 def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:

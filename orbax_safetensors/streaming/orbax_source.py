@@ -20,6 +20,11 @@ from orbax_safetensors.streaming.cutting import check_fits
 from orbax_safetensors.streaming.tiles import Tile, nbytes
 from orbax_safetensors.transfer.engine import Counters
 
+# Compressed chunks hold far less than this many bytes for each of theirs. Beyond `_SMALL`, files that are to hold more
+# have metadata of arrays that nobody has stored, and would be moved as zeros for years.
+_MOST_DECODED = 2**16
+_SMALL = 2**34
+
 Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
 
 
@@ -33,7 +38,8 @@ class OrbaxSource:
     ) -> None:
         """Take leaves: `stored` has the array of each. `check` looks at all files of `checkpoint`.
 
-        Raises `SafetensorsError` if a chunk does not fit into `memory_bytes`.
+        Raises `SafetensorsError` if a chunk does not fit into `memory_bytes`, and `StorageError` if the files cannot
+        hold as much as the arrays have.
         """
         self.path = checkpoint.path
         self._checkpoint, self._stored = checkpoint, stored
@@ -41,6 +47,9 @@ class OrbaxSource:
         self.leaves = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in self._arrays.items()}
         for name, leaf in self._arrays.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
+        total = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves.values())
+        if total > _SMALL and (files := checkpoint.stored_bytes()) is not None and total > _MOST_DECODED * files:
+            raise StorageError(f"{self.path}: files of {files} bytes cannot hold its arrays, of {total} bytes")
         self._state = checkpoint.state()
         arrays = sorted((name, item.path, array) for name, (item, array) in stored.items())
         moved = (checkpoint.path, sorted(self._state.items()), arrays)

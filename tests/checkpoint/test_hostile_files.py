@@ -7,13 +7,18 @@ import tracemalloc
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.record import RECORD_NAME
+from orbax_safetensors.cli.tables import in_braces
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
-from orbax_safetensors.mapping import Family, View, stack, tensor
+from orbax_safetensors.mapping import Family, View, from_table, stack, tensor
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
+from orbax_safetensors.streaming.open_source import open_source
+from tests.support.family_samples import Sample
+from tests.support.sharded_files import write_pieces
 from tests.support.strategies import file_of
 
 pytestmark = pytest.mark.memory
@@ -193,6 +198,54 @@ def test_a_message_that_is_too_long_loses_its_middle():
     assert f"({SIZE + len('file: : expected 1, found 2') - 4000} characters)" in message
 
 
+# Numbers that a file only names.
+
+
+def test_numbers_in_names(tmp_path, within):
+    names = ["blk.0", "blk.1", f"blk.{10**7}"]
+    assert within(100, lambda: in_braces(names)) == [("blk.0 +2", names)]
+    save_file({name: np.ones(1, np.float32) for name in names}, tmp_path / "model.safetensors")
+    family = from_table({r"blk\.(\d+)": r"layers.\1"}, stack={r"layers\.\d+": "layers"})
+    with pytest.raises(
+        ost.MappingError, match=f"stack: 'layers' lacks number 2 between 'layers.0' and 'layers.{10**7}'"
+    ):
+        within(500, lambda: ost.open_checkpoint(tmp_path, family=family))
+
+
+def test_numbers_of_thousands_of_digits(tmp_path):
+    names = [f"a.{digit * 5000}.w" for digit in "91"]
+    stored = {name: np.ones(2, np.float32) for name in names}
+    family = Family("toy.names", (), lambda config: {name: tensor(name, (2,)) for name in names})
+    ost.save(tmp_path / "saved", stored, family=family, config={"model_type": "toy"})
+    assert list(ost.open_checkpoint(tmp_path / "saved").tensors) == sorted(names)
+
+
+def test_offsets_of_pieces(tmp_path, within):
+    """Their edges make a grid of 41 ** 6 cells."""
+    write_pieces(tmp_path, [[("w", (at,) * 6, np.ones((1,) * 6, np.float32))] for at in range(40)])
+    nbytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    with pytest.raises(ost.IndexFileError, match="'w': .* found 40 that begin and end at too many places"):
+        within(nbytes, lambda: ost.open_checkpoint(tmp_path))
+
+
+def test_arrays_of_orbax_that_no_files_hold(tmp_path, within):
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)).save(
+        tmp_path / "a", {"w": np.ones(4)}
+    )
+    path = tmp_path / "a" / "w" / "zarr.json"
+    array = json.loads(path.read_text()) | {"shape": [2**50]}
+    path.write_text(json.dumps(array))
+    for call in (
+        lambda: ost.reshard(tmp_path / "a", tmp_path / "b"),
+        lambda: ost.plan_reshard(tmp_path / "a", tmp_path / "b"),
+        lambda: ost.convert(tmp_path / "a", tmp_path / "b", to="safetensors"),
+        lambda: open_source(str(tmp_path / "a"), 2**20),
+    ):
+        with pytest.raises(ost.StorageError, match="files of .* bytes cannot hold its arrays, of 9007199254740992"):
+            within(2**20, call)
+    assert not (tmp_path / "b").exists()
+
+
 # Descriptions of families.
 
 
@@ -251,6 +304,49 @@ def test_a_config_of_a_huge_model_is_refused_soon(model, family, key, monkeypatc
         assert family in message
 
 
+def bound(name, shape):
+    return View.tensor(name, shape, np.dtype("f4"))
+
+
+@pytest.mark.parametrize("value", [1e999, -1e999, float("nan"), 1e-300, 64.0, -1, 2**62, "64", [64], True], ids=str)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("deepseek3", ["n_shared_experts"]),
+        ("gemma2", ["head_dim"]),
+        ("gemma3", ["text_config", "hidden_size"]),
+        ("gemma4", ["text_config", "num_hidden_layers"]),
+        ("gemma4", ["vision_config", "patch_size"]),
+        ("llama4", ["vision_config", "num_channels"]),
+        ("qwen3", ["num_attention_heads"]),
+        ("qwen3_next", ["full_attention_interval"]),
+        ("qwen3_omni", ["thinker_config", "audio_config", "num_mel_bins"]),
+        ("qwen3_vl", ["vision_config", "depth"]),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_config_are_integers_in_bounds(name, path, value):
+    sample = Sample(name)
+    part = config = json.loads(json.dumps(sample.config))
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    with pytest.raises(ost.MappingError, match=rf"config.json has {path[-1]} = .*; expected an integer from 0 to \d+$"):
+        sample.family.describe(config, {}, bound)
+
+
+@pytest.mark.parametrize("size", [1e999, float("nan"), 2.0, -1, 2**40, "2"], ids=str)
+def test_sizes_that_a_family_of_a_user_computes(size):
+    def described(tree):
+        Family("toy.sizes", (), tree).describe({}, {}, bound)
+
+    with pytest.raises(ost.MappingError, match=r"'t' of shape .*: expected integers below 2\*\*40"):
+        described(lambda config: {"t": tensor("t", (2, size))})
+    if not isinstance(size, int):
+        with pytest.raises(ost.MappingError, match="toy.sizes: reshape: expected integers as sizes"):
+            described(lambda config: {"t": tensor("t", (4,)).reshape((2, size))})
+
+
 def many(config):
     return {"all": stack([tensor(f"t.{number}", (1,)) for number in range(config["num_things"])])}
 
@@ -279,13 +375,9 @@ def test_a_family_of_a_user_is_bounded_too(model, tmp_path):
 
 def test_a_tree_may_be_made_of_a_multiple_of_many_stored_tensors(monkeypatch):
     monkeypatch.setattr("orbax_safetensors.mapping.family._MOST_TENSORS", 10)
-
-    def bind(name, shape):
-        return View.tensor(name, shape, np.dtype("f4"))
-
-    MANY_THINGS.describe({"num_things": 400}, {}, bind, leaves=100)
+    MANY_THINGS.describe({"num_things": 400}, {}, bound, leaves=100)
     with pytest.raises(ost.MappingError, match="more than 400 tensors, 't.400' among them, and the checkpoint has 100"):
-        MANY_THINGS.describe({"num_things": 401}, {}, bind, leaves=100)
+        MANY_THINGS.describe({"num_things": 401}, {}, bound, leaves=100)
 
 
 # Orbax's own files.

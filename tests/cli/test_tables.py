@@ -137,6 +137,10 @@ def test_a_terminal_is_what_the_stream_says():
         (["a.00", "a.01"], ["a.00 +1"]),  # braces would write 0 and 1
         (["a.1", "a.01"], ["a.1 +1"]),  # one number, two names
         (["0", "1"], ["{0..1}"]),
+        (["a.0", "a.1", f"a.{10**6}"], ["a.0 +2"]),
+        (["a.0", f"a.{10**6}"], ["a.{0..1000000..1000000}"]),
+        (["a.1", "a.2", f"a.{'9' * 5000}"], ["a.1 +2"]),  # more digits than Python reads
+        ([f"a.{'9' * 5000}"], [f"a.{'9' * 5000}"]),
     ],
 )
 def test_texts(names, texts):

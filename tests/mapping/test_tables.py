@@ -264,6 +264,7 @@ def test_shapes_that_a_family_sees(tmp_path):
         ({r"a\.(\d)\.w": r"\1.\1"}, {".+": "d"}, r"stack: 'd' is of paths that differ in more than one number: '0\.0'"),
         ({r"a\.0\.w": "b", r"a\.1\.w": "c.0"}, {r"c\.0": "b"}, r"stack: 'b' is a leaf already, of 'a\.0\.w'"),
         ({r"a\.(\d)": r"\g<1>9"}, {r"\d+\.w": "w"}, r"stack: 'w' lacks number 10 between '09\.w' and '19\.w'"),
+        ({r"a\.(\d)": rf"\g<1>{'9' * 18}"}, {r"\d+\.w": "w"}, "stack: 'w' lacks number 1000000000000000000"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
