@@ -105,7 +105,7 @@ def _seconds(timeout: timedelta | str) -> float:
     """Return a timeout in seconds: of text like `1min 30s`, as obstore has it."""
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
-    parts = re.findall(r"(\d+)\s*([A-Za-z]+)", timeout)
+    parts = re.findall(r"(\d+)\s*([A-Za-z]+)", timeout) if isinstance(timeout, str) else []
     if not parts:
         raise SafetensorsError(f"storage_options: {timeout!r} is not a time, as '30 s' is")
     return sum(int(count) * _UNITS.get(unit, 86400.0) for count, unit in parts)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import bounded_http, hub_api, web
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp
@@ -128,3 +128,9 @@ def test_a_size_that_cannot_be_is_an_error(size):
     head = PART.replace(b"/73", b"/" + size) + b"Content-Length: 73\r\n\r\n" + b"x" * 73
     with server(head, b"") as url, pytest.raises(StorageError, match="does not say which bytes of the file it sent"):
         read(f"{url}/x?signature=1")
+
+
+@pytest.mark.parametrize("url", ["hf://owner/name", "http://127.0.0.1:1/x?signature=1"])
+def test_a_timeout_that_is_no_text_is_an_error(url):
+    with pytest.raises(SafetensorsError, match="storage_options"):
+        store_of(url, {"timeout": 3})
