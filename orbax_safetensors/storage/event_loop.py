@@ -77,8 +77,11 @@ class Requests:
             self._waiting.discard(future)
 
 
-async def in_thread(function: Callable[[], _T]) -> _T:
-    """Return the result of a function that blocks. It goes on if nobody waits any more, until the program ends."""
+async def in_thread(function: Callable[[], _T], seconds: float | None = None) -> _T:
+    """Return the result of a function that blocks; `TimeoutError` if it takes more than `seconds`.
+
+    It goes on if nobody waits any more, until the program ends.
+    """
     ended: Future[_T] = Future()
     ended.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it, because it goes on
 
@@ -89,7 +92,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
             ended.set_exception(error)
 
     start(work, "remote_stores_blocking")
-    return await asyncio.wrap_future(ended)
+    return await asyncio.wait_for(asyncio.wrap_future(ended), seconds)
 
 
 def _begin(request: Coroutine[Any, Any, _T]) -> Future[_T]:

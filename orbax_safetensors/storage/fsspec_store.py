@@ -117,7 +117,7 @@ class FsspecStore(ServerStore):
             info = {}
         if info.get("type") != "file":
             raise MissingError(f"{path}: cannot be opened: there is no such file")
-        if not isinstance(nbytes := info.get("size"), int):
+        if not (isinstance(nbytes := info.get("size"), int) and 0 <= nbytes < 2**63):
             raise StorageError(f"{path}: cannot be opened: its file system does not say how large it is")
         return Stamp(nbytes, next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), UNKNOWN))
 

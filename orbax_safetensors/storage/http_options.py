@@ -40,12 +40,12 @@ _CLIENT_OPTIONS = frozenset(
 ENVIRONMENT_OPTIONS = frozenset(
     {"allow_invalid_certificates", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "root_certificate"}
 )
-# A connection that brings nothing for half a minute is dead; one that brings little is left alone for longer, because
-# many share a link that may be slow.
+# A connection that brings nothing for half a minute is dead. One that brings little is left alone for longer, because
+# many share a link that may be slow: 64 requests of 8 MiB take a quarter of an hour at 5 Mbit/s.
 _TIMEOUTS = {
     "connect_timeout": timedelta(seconds=10),
     "read_timeout": timedelta(seconds=30),
-    "timeout": timedelta(minutes=5),
+    "timeout": timedelta(minutes=15),
 }
 RETRIES = Retries(attempts=10, seconds=120.0)
 # The Hub's rate limits are for windows of five minutes: a client over its limit has to wait for the next window.
@@ -87,7 +87,12 @@ class HttpOptions:
         return cls(client, Retries(attempts + 1, float(seconds)))
 
     @property
-    def timeout_seconds(self) -> float:
+    def request_seconds(self) -> float:
+        """Return the seconds in which a request has to end, as obstore has them, whatever the server sends."""
+        return _seconds(self.client["timeout"])
+
+    @property
+    def pause_seconds(self) -> float:
         """Return the seconds in which a server has to send something.
 
         That is the shortest of the timeouts of obstore's HTTP client and of the time for retries, if there is any.
@@ -100,7 +105,7 @@ def _seconds(timeout: timedelta | str) -> float:
     """Return a timeout in seconds: of text like `1min 30s`, as obstore has it."""
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
-    parts = re.findall(r"(\d+)\s*([A-Za-z]+)", timeout)
+    parts = re.findall(r"(\d+)\s*([A-Za-z]+)", timeout) if isinstance(timeout, str) else []
     if not parts:
         raise SafetensorsError(f"storage_options: {timeout!r} is not a time, as '30 s' is")
     return sum(int(count) * _UNITS.get(unit, 86400.0) for count, unit in parts)

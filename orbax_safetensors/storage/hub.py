@@ -7,6 +7,7 @@ Hub has one request for each file and not one for each range.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from obstore import Bytes
@@ -141,7 +142,7 @@ class HubStore(ServerStore):
             # Headers are for the Hub: neither they nor the token go to where it sends us.
             if place.headers:
                 options = {**self._http.client, "default_headers": place.headers}
-                client = Client("the Hub", options, self._http.timeout_seconds)
+                client = Client("the Hub", replace(self._http, client=options))
                 link = link_within("the Hub", place.url, client)
             else:
                 link = link_to("the Hub", place.url, self._http.client)

@@ -6,6 +6,7 @@ here, because they hold requests with the token.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ class HubApi:
         self._endpoint = endpoint
         self._headers = _headers(token, http.client)
         self._token = self._headers.get("authorization", "").removeprefix("Bearer ")
-        self._timeout = http.timeout_seconds
+        self._timeout, self._seconds = http.pause_seconds, http.request_seconds
         self._program = http.client.get("user_agent", "orbax-safetensors")
         self._api = HfApi(endpoint=endpoint, token=False, user_agent=self._program, headers=self._headers)
 
@@ -116,9 +117,11 @@ class HubApi:
         )
         if metadata.commit_hash not in (None, commit):
             raise WrongAnswerError(f"the Hub gave the file as of commit {metadata.commit_hash}")
-        of_the_hub = origin(metadata.location) == origin(self._endpoint)
+        of_the_hub = False
+        with contextlib.suppress(ValueError):  # of a link that cannot be used, as its user will say
+            of_the_hub = origin(metadata.location) == origin(self._endpoint)
         # Older versions give the length of an answer that only leads elsewhere, which is none.
-        if metadata.size is None or (metadata.size == 0 and not of_the_hub):
+        if metadata.size is None or not 0 <= metadata.size < 2**63 or (metadata.size == 0 and not of_the_hub):
             raise WrongAnswerError("the Hub does not say how large the file is")
         headers = self._headers if of_the_hub else {}
         return FileAddress(metadata.location, headers, metadata.size, sha256_of(metadata.etag))
@@ -130,7 +133,7 @@ class HubApi:
         """
         fault: Exception
         try:
-            return await in_thread(function)
+            return await in_thread(function, self._seconds)
         except OfflineModeIsEnabled:
             fault = OfflineModeIsEnabled()
         except HfHubHTTPError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,11 +21,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.parse import quote, urljoin
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
+from urllib.request import OpenerDirector, ProxyHandler
 
 from obstore import Bytes
 
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.storage.bounded_http import BoundedHandler, BoundedRequest
 from orbax_safetensors.storage.event_loop import in_thread
 from orbax_safetensors.storage.http_options import HttpOptions
 from orbax_safetensors.storage.links import FileLink, Links, MovedError, Ranged, link_to, origin
@@ -43,6 +45,9 @@ _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 # Bytes that are read of a refusal's body.
 _MAX_REFUSAL_BYTES = 4096
+# What headers say of a range and of a file; 18 digits are below 2**63.
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+_LENGTH = re.compile(r"()()([0-9]{1,18})")
 
 
 class WebStore(RemoteStore):
@@ -56,7 +61,7 @@ class WebStore(RemoteStore):
         super().__init__(root, objects, http.retries)
         self._query = f"?{query}" if query else ""
         self._http = http
-        self._client = Client(_SERVER, http.client, http.timeout_seconds)
+        self._client = Client(_SERVER, http)
         self._links = Links()
 
     async def _get(self, key: str, options: GetOptions) -> Ranged:
@@ -69,7 +74,7 @@ class WebStore(RemoteStore):
         requested range only. The body is not read.
         """
         url = f"{self.root}/{quote(key, safe=_PLAIN)}{self._query}"
-        answer = await in_thread(lambda: self._client.get(url))
+        answer = await self._client.get(url)
         if answer.link is not None:
             return link_to(_SERVER, answer.link, self._http.client)
         if answer.status != HTTPStatus.OK:
@@ -97,41 +102,42 @@ class Answer:
 class Client:
     """A client of one server, which follows redirects within the server: to the same scheme, host and port."""
 
-    def __init__(self, server: str, client: Mapping[str, Any], timeout: float) -> None:
-        """Make a client of the server that messages call `server`, in which something has to come in `timeout` seconds.
+    def __init__(self, server: str, http: HttpOptions) -> None:
+        """Make a client of the server that messages call `server`.
 
-        Of `client`, the options of obstore's HTTP client, it uses headers, the proxy, certificates and the name of this
+        Of the options of obstore's HTTP client, it uses headers, the proxy, certificates, timeouts and the name of this
         program.
         """
-        self._server = server
+        self._server, client = server, http.client
         self._headers = {
             "User-Agent": client.get("user_agent", "orbax-safetensors"),
             **client.get("default_headers", {}),
         }
-        self._timeout = timeout
+        self._pause, self._seconds = http.pause_seconds, http.request_seconds
         proxy = client.get("proxy_url")
         proxies = None if proxy is None else {"http": proxy, "https": proxy}
         self._opener = OpenerDirector()  # without handlers that follow redirects or raise for a status
-        for handler in (ProxyHandler(proxies), HTTPHandler(), HTTPSHandler(context=_trust(client))):
+        for handler in (ProxyHandler(proxies), BoundedHandler(_trust(client))):
             self._opener.add_handler(handler)
 
-    def get(self, url: str, headers: Mapping[str, str] = MappingProxyType({}), nbytes: int = 0) -> Answer:
-        """Return the answer to a request with more `headers`, or to the redirected request. Blocks.
+    async def get(self, url: str, headers: Mapping[str, str] = MappingProxyType({}), nbytes: int = 0) -> Answer:
+        """Return the answer to a request with more `headers`, or to the redirected request.
 
         Of an answer to a range, it has at most `nbytes` bytes; no bytes of a whole file. Raises `RefusedError` if the
-        server does not answer, and `WrongAnswerError` if it redirects too often.
+        server has not answered in time, and `WrongAnswerError` if it redirects too often or sends too much.
         """
         try:
-            return self._followed(url, {**self._headers, **headers}, nbytes)
+            return await in_thread(lambda: self._followed(url, {**self._headers, **headers}, nbytes), self._seconds)
         except (OSError, HTTPException, ValueError) as error:
             fault = self._no_answer(error)
         # Raised outside the handler: the error may hold the URL or a header.
         raise RefusedError(fault)
 
     def _followed(self, url: str, headers: Mapping[str, str], nbytes: int) -> Answer:
-        server = origin(url)
+        server, until = origin(url), time.monotonic() + self._seconds
         for _ in range(_MAX_REDIRECTS):
-            with self._opener.open(Request(url, headers=dict(headers)), timeout=self._timeout) as answer:
+            request = BoundedRequest(url, dict(headers), until, nbytes)
+            with self._opener.open(request, timeout=self._pause) as answer:
                 link = None
                 if answer.status in _REDIRECTS and "Location" in answer.headers:
                     link = urljoin(url, answer.headers["Location"])
@@ -178,7 +184,7 @@ def link_within(server: str, url: str, client: Client) -> FileLink:
             headers["Range"], nbytes = f"bytes={begin}-{end - 1}", end - begin
         if tag := options.get("if_match"):
             headers["If-Match"] = tag
-        answer = await in_thread(lambda: client.get(url, headers, nbytes))
+        answer = await client.get(url, headers, nbytes)
         if answer.link is not None:
             raise MovedError(f"{server} leads elsewhere with the ranges of a file, but not with the file")
         if answer.status == HTTPStatus.PRECONDITION_FAILED:
@@ -208,7 +214,7 @@ class _RangeAnswer:
         """
         ranged = nbytes > 0
         given = answer.headers.get("Content-Range" if ranged else "Content-Length", "")
-        found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)" if ranged else r"()()(\d+)", given.strip())
+        found = (_RANGE if ranged else _LENGTH).fullmatch(given.strip())
         if ranged and answer.status != HTTPStatus.PARTIAL_CONTENT:
             raise WrongAnswerError("the server ignores the requested range")
         if found is None:
@@ -234,5 +240,5 @@ def _date(text: str | None) -> datetime:
     """Return the date in a header; that of obstore if there is none."""
     try:
         return parsedate_to_datetime(text or "").astimezone(UTC)
-    except ValueError:
+    except (ValueError, OverflowError, TypeError, IndexError):  # of Python's parser, too
         return NO_DATE
