@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from etils import epath
@@ -26,7 +27,9 @@ from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
+from orbax_safetensors.storage.interrupts import to_the_end
 from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.storage.replace import remove as remove_if_there
 from orbax_safetensors.storage.store import write_small
 from orbax_safetensors.storage.workspace import Workspace
 
@@ -151,12 +154,16 @@ class Staging(_Staging):
         with storage_errors(f"{self.destination}: cannot be finished", OSError):
             if self._in_source:
                 self._place()
-                shutil.rmtree(self.path)
+                to_the_end(partial(remove_if_there, self.path))
             else:
                 self._store.sync(self.path)
                 os.rename(self.path, self.destination)
                 os.unlink(os.path.join(self.destination, _RECORD))
         self._sync_name()
+
+    def _tidy(self) -> None:
+        """See `Workspace`: the record in the finished link, if an interrupt has left it there."""
+        remove_if_there(os.path.join(self.destination, _RECORD))
 
     def _place(self) -> None:
         """Move all files of the link beside the safetensors files; the one that makes it a checkpoint of Orbax last."""

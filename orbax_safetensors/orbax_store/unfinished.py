@@ -39,6 +39,7 @@ from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finished_record, finished_text
 from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.replace import remove as remove_if_there
 from orbax_safetensors.storage.workspace import Workspace, taken
 
 logger = logging.getLogger(__name__)
@@ -252,6 +253,10 @@ class UnfinishedCheckpoint(Workspace):
             (epath.Path(self.destination) / RECORD_FILE).unlink()
         if not self._in_place:
             self._sync_name()
+
+    def _tidy(self) -> None:
+        """See `Workspace`: the record in the finished checkpoint, if an interrupt has left it there."""
+        remove_if_there(os.path.join(self.destination, RECORD_FILE))
 
     def _step_record(self) -> dict[str, Any]:
         """Return Orbax's record of the step; {} if there is none, or one that was cut short."""

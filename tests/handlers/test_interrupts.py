@@ -1,5 +1,6 @@
 """A Ctrl-C at any change of files: a save or a delta is whole or is not there, and nothing is left beside it."""
 
+import contextlib
 import os
 import shutil
 
@@ -82,6 +83,30 @@ def test_at_any_change(made, monkeypatch, call, exchanges, after):
             else:  # the call has failed by itself, as where a directory is there already
                 assert names(work) == whole
         assert before or sorted(os.listdir(work)) == ["model"] * bool(names(work))
+
+
+# What is resumed: its unfinished part stays until the next run.
+RESUMED = {
+    "convert": lambda made, path, **more: ost.convert(made / "old", path, to="orbax", **more),
+    "reshard": lambda made, path, **more: ost.reshard(made / "old", path, mesh={"x": 2}, spec={"a": ("x",)}, **more),
+    "link": lambda made, path, **more: ost.link(made / "old", path, **more),
+}
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("call", cross(RESUMED, ()))
+def test_what_is_resumed(made, call, after):
+    run, work = RESUMED[call], made / "work"
+    with interrupted(0, after=after) as calls:
+        run(made, work / "model")
+    whole = names(work)
+    for number in range(1, len(calls) + 1):
+        shutil.rmtree(work)
+        with interrupted(number, after=after), contextlib.suppress(KeyboardInterrupt):
+            run(made, work / "model")
+        if names(work) != whole:
+            run(made, work / "model", resume=number % 2 == 0)
+            assert names(work) == whole
 
 
 def test_a_lock_that_a_kill_has_left_goes_with_the_next_run(made):
