@@ -158,6 +158,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         else:
             index = None
     without_record = 1 + (index_name is not None)
+    opening = Opening(without_record + has_record - (index_name in recorded), without_record)
     if index is None:
         index_name = None
         # Objects appear one by one, each whole, and last the index: a save may not have ended.
@@ -165,7 +166,8 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         incomplete = list(_incomplete_sets(files))
         for lacking in incomplete if incomplete and not _are_linked(store, path, files) else ():
             report(kind(f"{path}: is not complete: {lacking}"))
-    if beside := [name for name in names if name not in (index_name, *files)]:
+    read = {index_name, *files}
+    if beside := [name for name in names if name not in read]:
         model = f"the model is {some(files)}" if index is None else f"the model is what {index_name} names"
         fault = IndexFileError(f"{path}: {model}; pass the path of a file to read it instead; not read: {some(beside)}")
         findings.append(Finding(logging.WARNING if index is None else logging.INFO, fault))
@@ -175,7 +177,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         index_name,
         {posixpath.join(path, name): state for name, state in states.items()},
         {posixpath.join(path, name): text for name, text in recorded.items()},
-        Opening(without_record + has_record - (index_name in recorded), without_record),
+        opening,
         findings=tuple(findings),
     )
 
@@ -242,10 +244,11 @@ def _without_variant(stem: str) -> Iterator[str]:
 
 def _files_of(path: str, index: Index, names: Sequence[str], report: Callable[[SafetensorsError], None]) -> list[str]:
     """Return the files of an index that are there, and report those that are not."""
+    there = {*names}
     for name in index.files:
-        if name not in names:
+        if name not in there:
             report(MissingError(f"{posixpath.join(path, name)}: is missing, and the index names it"))
-    return [name for name in index.files if name in names]
+    return [name for name in index.files if name in there]
 
 
 def _incomplete_sets(names: Sequence[str]) -> Iterator[str]:
