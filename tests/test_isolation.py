@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from tests.support import files
 from tests.support.files import nothing_left
 
 
@@ -32,7 +31,7 @@ def test_what_other_tests_left_may_end_or_begin(tmp_path):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(files, "_CLOSING_SECONDS", 0.0)
+    monkeypatch.setattr("tests.support.hang.SECONDS", 0.0)
 
 
 def test_a_thread_that_a_test_leaves_is_noticed(tmp_path):

@@ -22,6 +22,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import safetensors.numpy
 from etils import epath
 from jax.experimental import multihost_utils
@@ -511,14 +512,10 @@ def an_interrupt_and_another_one(site: Site) -> str:
         interruptibly(lambda: (os.kill(os.getpid(), signal.SIGINT), wait())[1])
 
     interruptibly = processes._interruptibly
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with mock.patch.object(processes, "_interruptibly", interrupted_again):
-            processes.together(key, interrupted)
-    except KeyboardInterrupt:
-        client.key_value_set(f"{key}/ended", "")
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with mock.patch.object(processes, "_interruptibly", interrupted_again), pytest.raises(KeyboardInterrupt):
+        processes.together(key, interrupted)
+    client.key_value_set(f"{key}/ended", "")
     return ""
 
 
@@ -535,9 +532,7 @@ def two_saves_from_two_threads(site: Site) -> None:
     begun = threading.Semaphore(0)
 
     def new_key(*args: Any) -> str:
-        key = processes.new_key(*args)
-        begun.release()
-        return key
+        return (processes.new_key(*args), begun.release())[0]
 
     order = ["first", "second"] if site.index else ["second", "first"]
     threads = [threading.Thread(target=work, args=(name,)) for name in order]
