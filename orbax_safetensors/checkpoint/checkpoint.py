@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import NO_OPENING, Finding, Opening, StoredFile
+from orbax_safetensors.checkpoint.files import Finding, StoredFile
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
@@ -84,7 +84,7 @@ class Checkpoint:
       envelope: the tree around its tree in a checkpoint of Orbax.
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
-      opening: what it takes to open it.
+      open_requests: how many opened it: for the listing, the index and the headers.
       index_name: the name of the index beside the files, if there is one.
       omitted: tensors of the files that the index does not name, by name; no load returns them.
       findings: what `verify` says of files and tensors that no load reads.
@@ -99,7 +99,7 @@ class Checkpoint:
     envelope: Envelope = field(default_factory=Envelope)
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
-    opening: Opening = NO_OPENING
+    open_requests: int = 0
     index_name: str | None = None
     omitted: Mapping[str, StoredTensor] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()

@@ -16,7 +16,7 @@ from etils import epath
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.config import CONFIG_NAME, config_dtype, parse_config, quantization_config
 from orbax_safetensors.checkpoint.family import FamilyLike, by_number
-from orbax_safetensors.checkpoint.files import SUFFIX, Opening, StoredFile, is_part
+from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile, is_part
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import MappingError, MissingError, StorageError
 from orbax_safetensors.format.dtypes import DTYPES, from_numpy
@@ -137,6 +137,5 @@ def _checkpoint(store: Store, directory: str, layout: Layout) -> Checkpoint:
         for tensor, entry in header.tensors.items():
             piece = StoredPiece(number, entry, (0,) * len(entry.shape))
             tensors[tensor] = StoredTensor(entry.dtype, entry.shape, (piece,))
-    without_record = 1 + (layout.index is not None) + len(files)
-    opening = Opening(without_record if store.is_local else 2, without_record)
-    return Checkpoint(directory, tuple(files), tensors, store, opening=opening)
+    requests = 1 + (layout.index is not None) + len(files)
+    return Checkpoint(directory, tuple(files), tensors, store, open_requests=requests)

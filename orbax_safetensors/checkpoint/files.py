@@ -5,7 +5,6 @@ Only headers and the index are read here; the bytes of tensors are moved by `tra
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -15,17 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from orbax_safetensors.checkpoint.header_texts import (
-    HEADERS_NAME,
-    StoredText,
-    read_all,
-    read_text,
-    recorded_texts,
-    text_of,
-)
+from orbax_safetensors.checkpoint.header_texts import StoredText, read_all, read_text, text_of
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.foreign import of_bytes
 from orbax_safetensors.format.header import Header, fingerprint
@@ -83,21 +74,6 @@ def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> boo
     return names is not None and not any(map(is_part, names))
 
 
-class Opening(NamedTuple):
-    """The requests that open a checkpoint, for its listing, its index and its headers.
-
-    Attributes:
-      requests: of each process, with the record of headers if the directory has one.
-      requests_without_record: of each process if there were no record.
-    """
-
-    requests: int
-    requests_without_record: int
-
-
-NO_OPENING = Opening(0, 0)
-
-
 class Finding(NamedTuple):
     """What a directory holds and no load reads: a load logs it at this level, and to `verify` it is a fault."""
 
@@ -112,9 +88,8 @@ class Found:
     Attributes:
       index: what names the files, if there is one.
       index_name: the name of its file.
-      states: those of the directory's listing, by path; none if it was not listed.
-      recorded: the headers that a record has of these files, by path.
-      opening: the requests that found all this, before any header is read.
+      known: the headers that were read to find the files, by path.
+      requests: those that found all this.
       assumed: whether only the caller, or the usual name, says that there is such a file.
       findings: what a load logs.
     """
@@ -122,15 +97,14 @@ class Found:
     paths: list[str]
     index: Index | None = None
     index_name: str | None = None
-    states: Mapping[str, Stamp | None] = field(default_factory=dict)
-    recorded: Mapping[str, StoredText] = field(default_factory=dict)
-    opening: Opening = NO_OPENING
+    known: Mapping[str, StoredText] = field(default_factory=dict)
+    requests: int = 0
     assumed: bool = False
     findings: tuple[Finding, ...] = ()
 
 
-def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError], None], *, use_record: bool) -> Found:
-    """Find the files of a checkpoint, the index that names them, and with `use_record` the headers in a record.
+def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError], None]) -> Found:
+    """Find the files of a checkpoint, and the index that names them.
 
     Of a directory, they are the files that `transformers` reads: `model.safetensors`, or the files that the index
     names, or without either what is there; `_chosen` says which of several.
@@ -147,18 +121,16 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
     names = [name for name in states if is_part(name)]
     if not names:
         raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path, states)}")
-    has_record = use_record and states.get(HEADERS_NAME) is not None
-    recorded = recorded_texts(store, path, states) if has_record else {}
     index, (index_name, files) = None, _chosen(path, names)
     findings = []
     if index_name is not None:
-        index = _read_index(store, posixpath.join(path, index_name), recorded.get(index_name))
+        index_path = posixpath.join(path, index_name)
+        index = _index(index_path, read_text(store, index_path))
         if FILE_NAME not in names or index.files == (FILE_NAME,):
             files = _files_of(path, index, names, report)
         else:
             index = None
-    without_record = 1 + (index_name is not None)
-    opening = Opening(without_record + has_record - (index_name in recorded), without_record)
+    requests = 1 + (index_name is not None)
     if index is None:
         index_name = None
         # Objects appear one by one, each whole, and last the index: a save may not have ended.
@@ -175,9 +147,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         [posixpath.join(path, name) for name in files],
         index,
         index_name,
-        {posixpath.join(path, name): state for name, state in states.items()},
-        {posixpath.join(path, name): text for name, text in recorded.items()},
-        opening,
+        requests=requests,
         findings=tuple(findings),
     )
 
@@ -200,10 +170,9 @@ def _unlisted(store: Store, path: str) -> Found:
             continue
         tries, text = len(faults) + 1, text_of(file)
         if name != INDEX_NAME:
-            opening = Opening(tries, tries - 1)
-            return Found([file.path], recorded={file.path: text}, opening=opening, assumed=True)
+            return Found([file.path], known={file.path: text}, requests=tries, assumed=True)
         index = _index(file.path, text)
-        return Found([posixpath.join(path, name) for name in index.files], index, name, opening=Opening(tries, tries))
+        return Found([posixpath.join(path, name) for name in index.files], index, name, requests=tries)
     raise next((fault for fault in faults if not isinstance(fault, MissingError)), faults[0])
 
 
@@ -272,13 +241,6 @@ def _are_linked(store: Store, path: str, names: Sequence[str]) -> bool:
     return note is not None and note.files.keys() == set(names)
 
 
-def _read_index(store: Store, path: str, recorded: StoredText | None) -> Index:
-    if recorded is not None:
-        with contextlib.suppress(IndexFileError):  # of the record, perhaps, and not of the index
-            return _index(path, recorded)
-    return _index(path, read_text(store, path))
-
-
 def _index(path: str, text: StoredText) -> Index:
     index = Index.parse(text.text, file=path)
     if not index.weight_map:
@@ -289,23 +251,20 @@ def _index(path: str, text: StoredText) -> Index:
 def read_files(
     store: Store,
     paths: Sequence[str],
-    known: Mapping[str, StoredText] = MappingProxyType({}),
+    known: Mapping[str, StoredText],
     *,
     by_reference: bool,
 ) -> Iterator[StoredFile | SafetensorsError]:
     """Yield each file with its header, in their order, or its error; `known` are headers that need not be read.
 
-    If `by_reference`, the `safetensors` package checks each header that is read as well.
+    If `by_reference`, the `safetensors` package checks each header as well.
     """
     return read_all(store, paths, partial(_stored_file, known, by_reference))
 
 
 def _stored_file(known: Mapping[str, StoredText], by_reference: bool, store: Store, path: str) -> StoredFile:
-    """Return a file whose header is valid: the known one, or if it is not, that of the file."""
-    if path in known:
-        with contextlib.suppress(HeaderError):  # of the record, perhaps, and not of the file
-            return StoredFile.of(path, *known[path])
-    stamp, text = read_text(store, path)
+    """Return a file whose header is valid."""
+    stamp, text = known.get(path) or read_text(store, path)
     file = StoredFile.of(path, stamp, text)
     if by_reference:
         check_by_reference(file.header, text, file=path)

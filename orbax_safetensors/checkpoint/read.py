@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
-from orbax_safetensors.checkpoint.files import Finding, Opening, StoredFile, checkpoint_files, read_files
+from orbax_safetensors.checkpoint.files import Finding, StoredFile, checkpoint_files, read_files
 from orbax_safetensors.checkpoint.one_state import of_one_state
-from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import some
@@ -38,12 +37,10 @@ def read_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     *,
     partial: bool = False,
-    shared_by: str | None = None,
 ) -> Checkpoint:
     """Read the index and all headers, as `open_checkpoint` does, without a family.
 
     `storage_options` are as in `SafetensorsOptions`. If `partial`, files and tensors of the index may be missing.
-    If all processes call this with the same new key, `shared_by`, each may read only a part of the headers.
     """
 
     def fail(fault: SafetensorsError) -> None:
@@ -51,9 +48,7 @@ def read_checkpoint(
             raise fault
         logger.warning("%s", fault)
 
-    checkpoint = of_one_state(
-        path, "opened", lambda: _read(path, storage_options, fail, partial=partial, shared_by=shared_by)
-    )
+    checkpoint = of_one_state(path, "opened", lambda: _read(path, storage_options, fail, partial=partial))
     for level, finding in checkpoint.findings:
         logger.log(level, "%s", finding)
     if not checkpoint.files:
@@ -84,26 +79,18 @@ def _read(
     *,
     partial: bool = False,
     examined: bool = False,
-    shared_by: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, and pass each fault to `report` that does not prevent looking for more.
 
-    If `examined`, headers come from the files and not from a record, and the `safetensors` package checks them as well.
+    If `examined`, the `safetensors` package checks headers as well.
     """
     store, path = store_of(path, storage_options)
     if store.is_local:
         recover(path)
-    found = checkpoint_files(store, path, report, use_record=not examined)
+    found = checkpoint_files(store, path, report)
     paths, index = found.paths, found.index
     files = []
-    known = dict(found.recorded)
-    unknown = [path for path in paths if path not in known]
-    to_find, without_record = found.opening
-    opening = Opening(to_find + len(unknown), without_record + len(paths))
-    if shared_by is not None and unknown and not store.is_local:
-        shared = shared_texts(store, unknown, shared_by)
-        known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
-    for stored_or_fault in read_files(store, paths, known, by_reference=examined):
+    for stored_or_fault in read_files(store, paths, found.known, by_reference=examined):
         if found.assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):
@@ -135,7 +122,7 @@ def _read(
         tuple(files),
         tensors,
         store,
-        opening=opening,
+        open_requests=found.requests + len(paths) - len(found.known),
         index_name=found.index_name,
         omitted=omitted,
         findings=findings,

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from itertools import islice
 
 from orbax_safetensors.checkpoint.files import is_part
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.checkpoint.record import RECORD_NAME
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
@@ -41,8 +40,9 @@ _WEIGHTS = re.compile(
     r"|pdparams|gguf|ggml|onnx|engine|pte)([._]data.*)?(\.index(\.[^.]+)?(\.json)?)?",
     re.IGNORECASE,
 )
-# What Orbax and this package write beside tensors.
-_RECORDS = {*INDEX_NAMES, *STEP_FILES, STRINGS_FILE, RECORD_FILE, CHECKSUMS_NAME, RECORD_NAME, HEADERS_NAME}
+# What Orbax and this package write beside tensors, or did once.
+_RECORDS = {*INDEX_NAMES, *STEP_FILES, STRINGS_FILE, RECORD_FILE, CHECKSUMS_NAME, RECORD_NAME}
+_RECORDS |= {"safetensors.headers.json.gz"}
 # What shows that a subdirectory is a checkpoint, or an array of Zarr's.
 _CHECKPOINTS = {*_RECORDS, "trainer_state.json", ".zarray", "zarr.json"}
 _NOT_COPIED = {*_RECORDS, DATA_DIRECTORY, "__pycache__"}

@@ -74,8 +74,6 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
         ("bytes", Size(plan.total_bytes)),
         ("requests to open", plan.open_requests),
     ]
-    if plan.open_requests != plan.open_requests_without_record:
-        facts.append(("without a record of headers", plan.open_requests_without_record))
     if largest == smallest and not scenario.uneven:
         facts += [("shards", "even"), ("bytes per device", Size(largest.nbytes))]
     else:

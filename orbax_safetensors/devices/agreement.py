@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -31,9 +31,6 @@ from orbax_safetensors.storage.threads import start
 # How long the slowest process may take after the fastest, in seconds. A disk that is much slower than the others must
 # not fail a save, and jax.distributed itself notices a process that has died.
 _TIMEOUT_SECONDS = 3600
-# Of one value. A message to the service that has more than 4 MiB is refused.
-_PIECE_BYTES = 2**20
-_COUNT_BYTES = 4  # of the number of pieces
 
 # What JAX says of a process that has died, of the service that connects them, and of anything of the kind.
 _GONE = re.compile(r"(?:\btask:|\bTask )([0-9]+)\b")
@@ -294,48 +291,12 @@ def announced(key: str) -> str | None:
     return None
 
 
-def publish(key: str, content: bytes) -> None:
-    """Leave bytes for `published` in other processes, in pieces; nothing if these cannot be reached."""
-    pieces = [content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES)] or [b""]
-    with contextlib.suppress(Exception):  # the others do without
-        # The first piece, which says how many there are, goes last: a process that finds it finds all of them.
-        for number, piece in reversed(list(enumerate(pieces))):
-            count = b"" if number else len(pieces).to_bytes(_COUNT_BYTES)
-            _client().key_value_set_bytes(f"{key}/{number}", count + piece)
-
-
 def withdraw(key: str) -> None:
-    """Delete what processes have posted, announced or published, which would otherwise stay until the program ends."""
+    """Delete what processes have posted or announced, which would otherwise stay until the program ends."""
     if _alone.pop(key, None) is not None:
         return
     with contextlib.suppress(Exception):  # nothing depends on it
         _client().key_value_delete(key)
-
-
-def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
-    """Return by key what other processes have published, as far as it comes within `seconds` for all keys together."""
-    deadline = time.monotonic() + seconds
-    values: dict[str, bytes] = {}
-
-    def collect() -> None:
-        nonlocal deadline
-        client = _client()
-        for key in keys:
-            left = deadline - time.monotonic()
-            try:
-                if left > 0:
-                    first = client.blocking_key_value_get_bytes(f"{key}/0", max(1, round(left * 1000)))
-                else:
-                    first = client.key_value_try_get_bytes(f"{key}/0")
-                count = int.from_bytes(first[:_COUNT_BYTES])
-                rest = [client.key_value_try_get_bytes(f"{key}/{number}") for number in range(1, count)]
-                values[key] = b"".join((first[_COUNT_BYTES:], *rest))
-            except jax.errors.JaxRuntimeError:
-                deadline = 0.0  # what else is there already still counts; a wait of the last millisecond would miss it
-
-    with contextlib.suppress(SafetensorsError):  # there is no client
-        _interruptibly(collect)
-    return values
 
 
 def _client() -> Any:

@@ -18,7 +18,6 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import mapped
-from orbax_safetensors.checkpoint.header_texts import write_header_record
 from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
@@ -203,7 +202,6 @@ class LinkJob:
         if not request.in_source:
             names = [os.path.basename(file.path) for file in checkpoint.files] + _model_files(checkpoint)
             _link_files(request, checkpoint.directory, names, staging.path)
-        write_header_record(checkpoint.store, checkpoint.directory, checkpoint.fingerprints)
         for file in checkpoint.files:
             with closing(checkpoint.store.open(file.path)) as opened:
                 opened.check(file.stamp)  # raises if the file has changed since its header was read

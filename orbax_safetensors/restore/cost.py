@@ -84,8 +84,7 @@ class RestorePlan:
       most_requests: the leaves that make at least a tenth of their requests, those with the most first, if a process
         makes more than 1,000 on average, for less than 1 MiB each.
       open_requests: what each process requests to open the checkpoint, before any of its `num_requests`: the listing,
-        the index and the headers, or a record of these if the directory has one.
-      open_requests_without_record: the same if there were no record.
+        the index and the headers.
     """
 
     total_params: int
@@ -98,7 +97,6 @@ class RestorePlan:
     over_reads: tuple[LeafReads, ...]
     most_requests: tuple[LeafReads, ...]
     open_requests: int = 0
-    open_requests_without_record: int = 0
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""

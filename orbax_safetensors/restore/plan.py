@@ -160,7 +160,6 @@ class PlannedRestore:
         _, read, requests = traffic.sum(axis=0).tolist()
         slow = requests > MANY_REQUESTS * len(costs) and read < SHORT_REQUEST_BYTES * requests
         least = REPORTED_REQUESTS * requests if slow else np.inf
-        opening = self.checkpoint.opening
         return RestorePlan(
             total_params=sum(prod(target.shape) for target in self.targets),
             total_bytes=sum(prod(target.shape) * target.dtype.itemsize for target in self.targets),
@@ -173,8 +172,7 @@ class PlannedRestore:
             most_requests=tuple(
                 sorted((leaf for leaf in leaves if leaf.num_requests >= least), key=lambda leaf: -leaf.num_requests)
             ),
-            open_requests=opening.requests,
-            open_requests_without_record=opening.requests_without_record,
+            open_requests=self.checkpoint.open_requests,
         )
 
     def instead(self, plan: RestorePlan) -> dict[str, tuple[advice.Instead, ...]]:

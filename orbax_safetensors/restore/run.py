@@ -26,7 +26,7 @@ from orbax_safetensors.restore.fill import filling
 from orbax_safetensors.restore.match import Matched, match, placed
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
-from orbax_safetensors.restore.together import ALONE, Keys, all_or_none, at_one_commit, keys_of
+from orbax_safetensors.restore.together import all_or_none, at_one_commit, restore_key
 from orbax_safetensors.storage.process_memory import no_collection
 
 logger = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ def restore(request: RestoreRequest) -> Any:
         reads for others, also if another process fails.
     """
     options = request.options
-    keys = keys_of(request) if jax.process_count() > 1 else ALONE
-    if keys.restore is None:
-        prepared = of_one_state(request.path, "opened", partial(_prepared, request, keys))
+    key = restore_key(request)
+    prepare = partial(_prepared, request, key)
+    if key is None:
+        prepared = of_one_state(request.path, "opened", prepare)
     else:
-        prepare = partial(_prepared, request, keys)
-        prepared = all_or_none(keys.restore, prepare, timeout_secs=options.join_timeout_secs)
+        prepared = all_or_none(key, prepare, timeout_secs=options.join_timeout_secs)
     checkpoint, matched, comparison = prepared
     targets = matched.targets
     with unless_changed(checkpoint), filling(checkpoint, targets, comparison, options) as under_way:
@@ -66,12 +66,12 @@ class _Prepared(NamedTuple):
     comparison: Comparison | None
 
 
-def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
+def _prepared(request: RestoreRequest, key: str | None) -> _Prepared:
     """Open the checkpoint, see it through its family, match the leaves, and say where arrays go."""
     options = request.options
-    stored = read_checkpoint(request.path, options.storage_options, partial=request.leaves_out, shared_by=keys.headers)
-    if keys.restore is not None:
-        stored = at_one_commit(stored, request, keys.restore)
+    stored = read_checkpoint(request.path, options.storage_options, partial=request.leaves_out)
+    if key is not None:
+        stored = at_one_commit(stored, request, key)
     with unless_changed(stored), no_collection():
         checkpoint, matched = seen(request, stored)
         matched = placed(matched, checkpoint.path)

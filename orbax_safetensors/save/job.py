@@ -25,7 +25,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME, write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
 from orbax_safetensors.devices.arrays import explicit_transfers
@@ -343,7 +342,7 @@ class SaveJob:
         The index of several files is last, or first if it takes the place of another one. A record of what is there
         then saves readers requests.
         """
-        files, index, names = self.files, self.layout.index, [name for name, _ in self.layout.files]
+        files, index = self.files, self.layout.index
         if self._replaces:
             weight_map = {tensor: name for name, header in self.layout.files for tensor in header.tensors}
             files.replace_index(Index(weight_map, {}) if index is None else index)
@@ -358,5 +357,3 @@ class SaveJob:
             files.write(self.layout.index_name, index.encode())
         if self._replaces:
             files.delete_others()
-        files.names.add(HEADERS_NAME)
-        write_header_record(files.store, files.path, names)

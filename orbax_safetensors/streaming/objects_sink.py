@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.header_texts import write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format import strict_json
@@ -240,7 +239,6 @@ class UnfinishedObjects(Workspace):
         """See `Workspace`. The index takes the place of the record, unless the last file has done so."""
         if (index := self._layout.index) is not None:
             write_small(self._store, self._record_path, index.encode())
-        write_header_record(self._store, self.path, self._names)
 
     def _read(self, path: str) -> dict[str, Any] | None:
         """Return the record in a file; None if the file is not there or is not a record."""

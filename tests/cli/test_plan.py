@@ -36,7 +36,7 @@ def test_json(cli, directory):
     assert found["total_params"] == 3230
     assert found["replicated_arrays"] == 2
     assert found["uneven_arrays"] == []
-    assert found["open_requests"] == found["open_requests_without_record"] == 2 + len(FILES)  # with a listing and index
+    assert found["open_requests"] == 2 + len(FILES)  # with a listing and index
     assert found["largest_shard"] == found["smallest_shard"]
     for process in found["processes"]:
         assert process["needed_bytes"] == NEEDED

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.convert.convert_request import ReshardRequest
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import read_small, write_small
@@ -35,11 +34,7 @@ def source(gcs, options, tmp_path):
 
 def content(url, options):
     store, path = store_of(url, options.storage_options)
-    return {
-        name: read_small(store.open(f"{path}/{name}"), 1 << 30)
-        for name in store.list(path) or ()
-        if name != HEADERS_NAME
-    }
+    return {name: read_small(store.open(f"{path}/{name}"), 1 << 30) for name in store.list(path) or ()}
 
 
 def test_reshard_from_a_url_to_a_url(source, gcs, options, tmp_path):

@@ -19,8 +19,6 @@ from orbax_safetensors.devices.agreement import (
     new_key,
     post,
     posted,
-    publish,
-    published,
     same_arguments,
     together,
     withdraw,
@@ -320,45 +318,3 @@ def test_what_is_posted_or_announced_stays_until_it_is_withdrawn(processes):
         assert processes.service.values
         withdraw(key)
     assert processes.service.values == {}
-
-
-def test_bytes_are_published_in_pieces(processes):
-    content = bytes(range(256)) * 12_000  # three MB
-    key = new_key("test")
-
-    def work(index):
-        if index == 0:
-            publish(f"{key}/long", content)
-            publish(f"{key}/empty", b"")
-        found = published([f"{key}/long", f"{key}/missing", f"{key}/empty"], 0.5)
-        return found == {f"{key}/long": content, f"{key}/empty": b""}
-
-    assert processes.run(work) == [True] * 3
-    for name in ("long", "empty"):
-        withdraw(f"{key}/{name}")
-    assert not processes.service.values
-
-
-def test_nothing_is_published_without_a_service(monkeypatch):
-    monkeypatch.setattr(agreement.global_state, "client", None)
-    publish("key", b"")
-    withdraw("key")
-    assert published(["key"], 0.1) == {}
-
-
-def test_what_is_there_counts_after_a_wait_in_vain(processes, monkeypatch):
-    """Too little time may be left for another wait, even if the value has long been there."""
-
-    def late(*_):
-        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-
-    monkeypatch.setattr(processes.service, "blocking_key_value_get_bytes", late)
-    key = new_key("test")
-
-    def work(index):
-        if index == 0:
-            publish(f"{key}/there", b"x")
-            return published([f"{key}/missing", f"{key}/there"], 60)
-        return None
-
-    assert processes.run(work)[0] == {f"{key}/there": b"x"}

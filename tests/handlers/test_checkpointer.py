@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call
@@ -144,7 +143,7 @@ def test_what_is_saved_comes_back(place, checkpointer, tree):
     assert restored["layer"]["w"].sharding == tree["layer"]["w"].sharding
     metadata = checkpointer.metadata(url)
     assert metadata.custom_metadata == {"epoch": 3}
-    assert metadata.item_metadata.tree["layer.b"].shape == B.shape
+    assert metadata.item_metadata.tree["layer"]["b"].shape == B.shape
     assert metadata.init_timestamp_nsecs <= metadata.commit_timestamp_nsecs
     checkpointer.save(f"{place.url}/saved/2", args=ost.SafetensorsSave(tree, max_file_bytes=100))
     is_values(checkpointer.restore(f"{place.url}/saved/2"))
@@ -161,9 +160,7 @@ def test_the_files_are_those_that_orbax_leaves(s3, tree, tmp_path):
             checkpointer.save(directory, tree, custom_metadata={"epoch": 3})
     left = {str(path.relative_to(tmp_path)) for path in (tmp_path / "saved").rglob("*") if path.is_file()}
     # Orbax 0.11 leaves this one on Google Cloud Storage only.
-    assert list(map(alike, objects(s3))) == sorted(
-        map(alike, left | {"saved/commit_success.txt", f"saved/{HEADERS_NAME}"})
-    )
+    assert list(map(alike, objects(s3))) == sorted(map(alike, left | {"saved/commit_success.txt"}))
     for name in left:
         if alike(name) != name or name == "saved/manifest.ocdbt":
             continue
@@ -202,7 +199,7 @@ def test_what_is_there_is_kept_unless_forced(place, checkpointer, tree):
     checkpointer.save(url, {"other": B}, force=True)
     is_values(checkpointer.restore(url), {"other": B})
     index = {"_METADATA", "_sharding", "_LINKED_FILES", "manifest.ocdbt", "array_metadatas/process_0", "d/"}
-    names = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors", CHECKSUMS_NAME, HEADERS_NAME} | index
+    names = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors", CHECKSUMS_NAME} | index
     assert list(map(alike, objects(place))) == sorted(["saved.other/x", *(f"saved/{name}" for name in names)])
 
 

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.files import FOR_ORBAX, random_bits
@@ -47,7 +46,7 @@ def test_save_restore_and_metadata(orbax_gcs, tree, kind):
     with kind(ost.SafetensorsHandler()) as checkpointer:
         checkpointer.save(url, args=ost.SafetensorsSave(tree), custom_metadata={"epoch": 1})
         finish(checkpointer)
-        expected = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors", CHECKSUMS_NAME, HEADERS_NAME}
+        expected = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors", CHECKSUMS_NAME}
         assert set(names(url)) - FOR_ORBAX == expected
         for path in (url, epath.Path(url)):
             is_values(checkpointer.restore(path))

@@ -15,7 +15,6 @@ from etils import epath
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.link.staging import ObjectStaging
 from orbax_safetensors.orbax_store import directories, open_orbax
@@ -97,7 +96,7 @@ def test_beside_the_objects(url, objects):
     before = content(objects)
     done = ost.link(f"{url}/")
     assert (done.path, done.made_bytes) == (url, 0)
-    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME}
+    assert names(objects) == OF_A_LINK | OF_A_MODEL
     assert of_model(objects) == before
     assert_same(read(url), arrays())
     assert_same(ost.SafetensorsHandler().restore(epath.Path(url)), arrays())
@@ -111,7 +110,7 @@ def test_what_is_computed_is_made(url, objects):
     done = ost.link(url, family=FAMILY, progress=lambda *now: told.append(now))
     assert done.made_bytes == plan.made_bytes == MADE_BYTES
     assert told[-1] == (MADE_BYTES, MADE_BYTES)
-    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME} | {"made"}
+    assert names(objects) == OF_A_LINK | OF_A_MODEL | {"made"}
     assert not [name for name in objects if name.startswith("model/made/_")]
     assert_same(read(url), mapped())
     with pytest.raises(ost.StorageError, match="made: holds no finished checkpoint of Orbax"):
@@ -248,7 +247,7 @@ def test_interrupted_and_resumed(name, url, objects):
     told = []
     ost.link(url, family=FAMILY, resume=True, progress=lambda *now: told.append(now))
     assert told == []
-    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME} | {"made"}
+    assert names(objects) == OF_A_LINK | OF_A_MODEL | {"made"}
     assert of_model(objects) == before
     assert_same(read(url), mapped())
 
@@ -282,7 +281,7 @@ def test_killed_and_begun_anew(url, objects):
         ost.link(url, family=FAMILY, resume=True, progress=lambda *now: again.append(now))
     assert again[-1] == (MADE_BYTES, MADE_BYTES)
     ost.link(url)
-    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME}
+    assert names(objects) == OF_A_LINK | OF_A_MODEL
     assert_same(read(url), arrays())
 
 

@@ -7,7 +7,6 @@ import obstore
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.layout import INDEX_NAME, file_names
 from tests.multiprocess.workers_families import stored_directory
@@ -56,7 +55,7 @@ def test_what_several_processes_save(together):
         files = file_names(len(checkpoint.files))
         assert len(files) >= PROCESSES
         names = [one["path"] for one in obstore.list(s3.store(), name).collect()]
-        others = ["config.json", CHECKSUMS_NAME, HEADERS_NAME, INDEX_NAME]
+        others = ["config.json", CHECKSUMS_NAME, INDEX_NAME]
         assert names == sorted(f"{name}/{file}" for file in [*files, *others])
     restored = ost.SafetensorsHandler(options=options).restore(f"{s3.url}/family")
     assert {name: array.tobytes() for name, array in restored.items()} == {
@@ -92,7 +91,7 @@ def test_what_several_processes_save(together):
         assert (again["before"], again["after"], again["custom"]) == (["a", "b"], ["a"], {})
     names = [one["path"].partition("/")[2] for one in obstore.list(s3.store(), "again").collect()]
     index = {"_METADATA", "_sharding", "_LINKED_FILES", "manifest.ocdbt", "array_metadatas/process_0"}
-    others = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors", CHECKSUMS_NAME, HEADERS_NAME}
+    others = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors", CHECKSUMS_NAME}
     assert {name for name in names if not name.startswith("d/")} == index | others
     # So does one that has no memory for what it is sent; no process waits in a program for it.
     for process, of_process in enumerate(found):

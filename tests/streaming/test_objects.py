@@ -9,7 +9,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import read_small, write_small
@@ -60,15 +59,11 @@ def stop_halfway(done, total):
 
 
 def content(url):
-    """All files below a URL or in a directory, by name, without the record of headers that an object store has."""
+    """All files below a URL or in a directory, by name."""
     if "://" not in str(url):
         return {path.name: path.read_bytes() for path in Path(url).iterdir()}
     store, path = store_of(url, None)
-    return {
-        name: read_small(store.open(f"{path}/{name}"), 1 << 30)
-        for name in store.list(path) or ()
-        if name != HEADERS_NAME
-    }
+    return {name: read_small(store.open(f"{path}/{name}"), 1 << 30) for name in store.list(path) or ()}
 
 
 @pytest.mark.parametrize("kind", list(CALLS))
