@@ -217,7 +217,8 @@ def _described(
     if complete:
         needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
         check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
-    seen = split(checkpoint, tree, encoded) if dequantize == "split" else tree
+    shared = {stored[name] for name in tree.shared & stored.keys()}
+    seen = split(checkpoint, tree, encoded) if dequantize == "split" else Tree(tree, shared=shared)
     return replace(checkpoint, mapped=seen, use=use, envelope=envelope_of(family, use.variant))
 
 

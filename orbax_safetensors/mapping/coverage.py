@@ -95,7 +95,11 @@ def doubles(tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> se
     used: dict[str, int] = {}
     for path, view in tree.items() if tree.shared else ():
         names = {whole(tensor) for tensor in view.tensors}
-        if names and all(name in tree.shared and used.get(name, 0) >= prod(shapes[name]) for name in names):
+        if (
+            names
+            and names <= tree.shared & shapes.keys()
+            and all(used.get(name, 0) >= prod(shapes[name]) for name in names)
+        ):
             paths.add(path)
             continue
         for piece in view.pieces:

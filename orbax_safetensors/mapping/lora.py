@@ -81,7 +81,7 @@ def _layers(module: str, base: Mapping[str, tuple[int, ...]]) -> list[str]:
     found = {match[1] for name in base if (match := pattern.fullmatch(name)) and len(base[name]) == 2}
     if not found:
         raise MappingError(f"the base model has no matrix {module + '.weight'!r}")
-    return sorted(found, key=lambda number: (len(number.lstrip("0")), number))
+    return sorted(found, key=lambda number: (len(number.lstrip("0")), number.lstrip("0")))
 
 
 def _pair(config: Mapping[str, Any], module: str, base: Mapping[str, tuple[int, ...]]) -> tuple[View, View]:

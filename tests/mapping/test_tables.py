@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import Family, from_table, stored_shapes, tensor
+from orbax_safetensors.mapping import Family, Tree, from_table, stored_shapes, tensor
 from tests.support.evaluate import binder, evaluate, given_back
 from tests.support.files import random_bits, write
 from tests.support.loaders import by_the_table, nested_leaves
@@ -352,6 +352,22 @@ def test_several_leaves_of_one_tensor(model, tmp_path, caplog):
     link = ost.link(directory, tmp_path / "link", family=family)
     with ocp.StandardCheckpointer() as checkpointer:
         assert_same(nested_leaves(checkpointer.restore(link.path)), expected)
+
+
+def test_several_leaves_of_one_tensor_that_a_family_renames(tmp_path):
+    stored = {"old.w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    write(tmp_path / "model.safetensors", stored)
+
+    def tree(config):
+        return Tree({"a": tensor("new.w", (2, 3)), "b": tensor("new.w", (2, 3)).T}, shared=["new.w"])
+
+    family = Family("mine.tied", (), tree, renames=((r"^old\.", "new."),))
+    params = ost.load(tmp_path, family=family)
+    assert np.array_equal(params["b"], stored["old.w"].T)
+    ost.save(tmp_path / "like", params, family=family, like=tmp_path)
+    assert_same(load_file(tmp_path / "like" / "model.safetensors"), stored)
+    ost.save(tmp_path / "alone", params, family=family, config={"model_type": "mine"})
+    assert_same(load_file(tmp_path / "alone" / "model.safetensors"), {"new.w": stored["old.w"]})
 
 
 def test_a_part_of_a_tensor_that_is_used_twice_is_an_error(model):

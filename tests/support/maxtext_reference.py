@@ -332,7 +332,8 @@ def _ends(
         "params-decoder-decoder_norm-scale": (last + 1.0).astype(last.dtype) if model in ("gemma2", "gemma3") else last,
     }
     if not c["tie_word_embeddings"]:
-        logits = stored["lm_head.weight"].T
+        above = "language_model." if prefix == "language_model.model." else ""
+        logits = stored[above + "lm_head.weight"].T
         columns = np.zeros((logits.shape[0], more), logits.dtype)
         out["params-decoder-logits_dense-kernel"] = np.concatenate([logits, columns], 1)
     return out
