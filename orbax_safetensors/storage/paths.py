@@ -64,9 +64,10 @@ def shown(path: str) -> str:
     host, slash, key = rest.lstrip("/").partition("/")
     if scheme not in (*AZURE, *HUB) or ":" in host:  # there, the name of a container or a repository is before the @
         host = host.rpartition("@")[2]
-    host, cut, _ = host.partition("?")
-    # A password with a slash looks like a port.
-    below = "..." if not _HOST.fullmatch(host) else host if cut else f"{host}{slash}{key}".partition("?")[0]
+    host, query, _ = host.partition("?")
+    if not _HOST.fullmatch(host):  # the beginning of a password that has a slash stands where the port should be
+        return f"{scheme}:{slashes}..."
+    below = host if query else f"{host}{slash}{key}".partition("?")[0]
     return f"{scheme}:{slashes}{below.partition('#')[0] if scheme in HTTP else below}"
 
 

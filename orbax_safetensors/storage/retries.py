@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from obstore import exceptions
 
-from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.storage import credentials
 
 if TYPE_CHECKING:  # obstore has it for type checkers only
@@ -114,7 +114,7 @@ class Retries:
             ended: Exception | None = None
             try:
                 return await attempt()
-            except StorageError:  # before FileNotFoundError, because a `MissingError` is both
+            except SafetensorsError:  # before FileNotFoundError, because a `MissingError` is both
                 raise
             except ChangedError as error:
                 ended = ChangedError(str(error))
@@ -122,6 +122,8 @@ class Retries:
                 ended = FileNotFoundError(path)
             except (exceptions.BaseError, WrongAnswerError, RefusedError) as error:
                 failure = _Failure(path, error)
+            except (ValueError, OverflowError):  # of obstore, which has no date after the year 9999
+                failure = _Failure(path, WrongAnswerError("the server sent a date or a number that cannot be"))
             if ended is not None:
                 raise ended
             wrong += failure.wrong

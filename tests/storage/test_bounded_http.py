@@ -39,12 +39,14 @@ def server(once, ever):
 
         def serve(peer):
             with peer, contextlib.suppress(OSError):
-                if b"Range:" not in peer.recv(65536):
+                if b"range:" not in peer.recv(65536).lower():
                     peer.sendall(WHOLE)
                     return
                 peer.sendall(once)
                 while ever:
                     peer.sendall(ever)
+                if once.endswith(b"x"):
+                    return
                 peer.recv(1)  # until the client is gone
 
         def accept():
@@ -121,6 +123,13 @@ def test_what_looks_up_a_file_of_the_hub_ends_in_time(hub, monkeypatch):
 def test_a_date_that_cannot_be_is_none(head):
     with server(head + b"\r\n\r\n" + b"x" * 73, b"") as url:
         read(f"{url}/x?signature=1")
+
+
+@pytest.mark.parametrize("date", [b"Fri, 31 Dec 9999 23:59:59 -2359", b"Sat, 01 Jan 10000 00:00:00 GMT"])
+def test_a_date_that_obstore_cannot_have_is_an_error(date):
+    head = PART + b"Connection: close\r\nContent-Length: 73\r\nLast-Modified: " + date + b"\r\n\r\n"
+    with server(head + b"x" * 73, b"") as url, pytest.raises(StorageError, match="a date or a number that cannot be"):
+        read(f"{url}/x")
 
 
 @pytest.mark.parametrize("size", [b"9" * 5000, b"9" * 19, b"-1", "٣".encode(), b"*", b""], ids=len)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.storage.paths import as_text, place
+from orbax_safetensors.storage.paths import as_text, place, shown
 
 
 @pytest.fixture
@@ -66,3 +66,22 @@ def test_the_home_directory(here, monkeypatch):
     assert place("~") == f"{here}/other"
     assert place("~/../m") == f"{here}/m"
     assert (as_text("a/~/m"), as_text("./~"), as_text("~a~")) == ("a/~/m", "./~", "~a~")
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("https://u:p@[::1]:80/a b?q#f", "https://[::1]:80/a b"),
+        ("https://u:p@h?q/x", "https://h"),
+        ("https://u:a/p@h/x", "https://..."),
+        ("https:/u:p@h/x", "https:/h/x"),
+        ("a+b://u:p@h/x#f", "a+b://h/x#f"),
+        ("s3://bucket/x#f", "s3://bucket/x#f"),
+        ("abfss://container@account/x?sig=1", "abfss://container@account/x"),
+        ("abfss://container:p@account/x", "abfss://account/x"),
+        ("hf://gpt2@main/x", "hf://gpt2@main/x"),
+        ("/a?b@c#d", "/a?b@c#d"),
+    ],
+)
+def test_messages_have_urls_without_secrets(url, told):
+    assert shown(url) == told
