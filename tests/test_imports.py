@@ -140,3 +140,12 @@ def test_tests_share_only_what_is_in_support():
         assert len(text.splitlines()) <= MOST_LINES_OF_TESTS, path
         for imported in FROM_TESTS.findall(text):
             assert not re.search(r"\btest_", imported), f"{path}: {imported}"
+
+
+def test_no_clock_decides_a_test():
+    """A slow machine would fail it. `tests/support` waits for what has to come, and hangs otherwise."""
+    clocks = {"monotonic", "perf_counter", "process_time", "sleep", "thread_time", "time"}
+    for path in set(TESTS.rglob("*.py")) - set((TESTS / "support").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"time.{name}" for name in clocks}:
+                raise AssertionError(f"{path}:{node.lineno}: {ast.unparse(node)}")

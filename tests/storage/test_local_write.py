@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -135,7 +134,7 @@ def test_threads_write_into_a_file_in_turn(file, monkeypatch):
 
     def pwritev(descriptor, buffers, offset):
         overlaps.append(not writing.acquire(timeout=0))
-        time.sleep(0.001)
+        os.sched_yield()
         writing.release()
         return buffers[0].nbytes
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +12,8 @@ import pytest
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import remote
 from orbax_safetensors.storage.schemes import store_of
-from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
+from tests.support import hang
+from tests.support.servers.faults import Answer, Call, Cut, IgnoreRange, SetHeader
 from tests.support.servers.files import Files
 from tests.support.servers.server import Server
 
@@ -92,11 +92,10 @@ def test_an_answer_is_a_range_in_memory_that_is_there(server):
 
 def test_short_ranges_are_asked_for_at_once(server):
     file = opened(server)
-    server.fail(Delay(1), times=None)
-    began = time.monotonic()
+    all_come = threading.Barrier(16, timeout=hang.SECONDS)
+    server.fail(Call(all_come.wait), times=None)
     ranges = [(remote.HEAD_BYTES + 1000 * number, 10) for number in range(16)]
     assert read(file, *ranges) == [DATA[offset : offset + 10] for offset, _ in ranges]
-    assert time.monotonic() - began < 12
 
 
 def test_what_is_in_flight_is_bounded(server, monkeypatch):
@@ -131,8 +130,7 @@ def test_short_ranges_of_many_reads_are_not_all_asked_for_at_once(tmp_path, monk
             most.append(len(waiting))
             changed.notify_all()
             if reading.is_set():  # however long the machine takes to bring so many
-                changed.wait_for(lambda: max(most) > 4, 20)
-        time.sleep(0.02)
+                changed.wait_for(lambda: max(most) > 4, hang.SECONDS)
         with changed:
             waiting.remove(id(request))
         return app(request)
@@ -224,21 +222,17 @@ def test_the_last_failure_is_told(server, fault, said):
 
 @pytest.mark.parametrize("fault", [Cut(None, "stall"), Cut(5, "stall")], ids=str)
 def test_a_server_that_stalls_is_given_up(server, fault):
-    file = opened(server, read_timeout=timedelta(seconds=0.2), max_retries=1)
+    file = opened(server, read_timeout=timedelta(seconds=3), max_retries=1)
     server.fail(fault, times=None)
-    began = time.monotonic()
     with pytest.raises(StorageError, match="no answer in time"):
         read(file, (600000, 10))
-    assert time.monotonic() - began < 20
 
 
 def test_retries_end_in_time(server):
     file = opened(server, max_retries=1000, retry_timeout=0.3)
     server.fail(Answer(503), times=None)
-    began = time.monotonic()
     with pytest.raises(StorageError, match="503"):
         read(file, (600000, 10))
-    assert time.monotonic() - began < 20
 
 
 def test_nobody_listens():
@@ -291,9 +285,9 @@ def test_cancelled_reads_end_soon(server):
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert asked.wait(20)
+    assert asked.wait(hang.SECONDS)
     file.cancel()
-    thread.join(20)
+    thread.join(hang.SECONDS)
     assert failed == [f"{server.url}/sub/a b.bin: reading was cancelled"]
     with pytest.raises(StorageError, match="cancelled"):
         read(file, (600000, 10))

@@ -6,7 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import obstore
 import pytest
@@ -15,8 +15,9 @@ from etils import epath
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.schemes import store_of
+from tests.support import hang
 from tests.support.servers import azurite
-from tests.support.servers.faults import Cut
+from tests.support.servers.faults import Call, Cut
 
 DATA = bytes(range(256)) * 100
 
@@ -130,7 +131,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ig
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage import event_loop
 from orbax_safetensors.storage.schemes import store_of
-event_loop._LEAVE_SECONDS = 60.0  # longer than the test waits
+event_loop._LEAVE_SECONDS = 1e6  # longer than the test waits
 store, path = store_of(sys.argv[1], {})
 file = store.open(path)
 print("opened", flush=True)
@@ -149,12 +150,13 @@ elif sys.argv[2] == "child":  # which has nothing to do with stores
     child = os.fork()
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0)
 elif sys.argv[2] == "thread":  # which has nothing to do with stores either
-    _thread.start_new_thread(lambda: [time.sleep(0.05) for _ in range(1000)], ())
-    time.sleep(0.2)
+    begun = threading.Event()
+    _thread.start_new_thread(lambda: [begun.set(), time.sleep(1e6)], ())
+    begun.wait()
 elif sys.argv[2] == "leave":
     thread = threading.Thread(target=lambda: [read(), read()], daemon=True)
     thread.start()
-    time.sleep(1)  # until the first read waits for the server
+    sys.stdin.readline()  # until the first read waits for the server
 """
 # What is registered first comes last.
 READING = """
@@ -165,7 +167,7 @@ def read():
         file.read([(0, [memoryview(bytearray(file.stamp.nbytes))])])
     except StorageError as error:
         print(error, flush=True)
-atexit.register(lambda: thread and thread.join(60))
+atexit.register(lambda: thread and thread.join())
 """
 
 
@@ -176,18 +178,22 @@ atexit.register(lambda: thread and thread.join(60))
 )
 def test_programs_end_while_a_server_stalls(web, how, status):
     (web.root / "x").write_bytes(DATA * 40)
+    stalled = threading.Event()
+    web.server.fail(Call(stalled.set), skip=1, times=None)
     web.server.fail(Cut(10, "stall"), skip=1, times=None)
     program = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", READING + PROGRAM, f"{web.url}/x", how],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
     assert program.stdout.readline() == b"opened\n"
+    if how in ("wait", "leave"):
+        assert stalled.wait(hang.SECONDS)
     if how == "wait":
-        time.sleep(0.3)
         program.send_signal(signal.SIGINT)
-    said, errors = program.communicate(timeout=30)
+    said, errors = program.communicate(b"\n", timeout=hang.SECONDS)
     assert (program.returncode if how != "wait" else bool(program.returncode)) == status, errors
     assert b"KeyboardInterrupt" in errors or not errors
     lines = said.decode().splitlines()

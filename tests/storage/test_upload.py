@@ -10,6 +10,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.storage import upload
 from orbax_safetensors.storage.schemes import store_of
+from tests.support import hang
 from tests.support.files import write
 from tests.support.servers import gcs as google
 from tests.support.servers.faults import Call
@@ -53,7 +54,7 @@ def parts(gcs, monkeypatch):
 
     def wait():
         with lock:
-            changed.wait_for(lambda: found.most >= found.expected, 20)
+            changed.wait_for(lambda: found.most >= found.expected, hang.SECONDS)
             while changed.wait(0.05):
                 pass
 
