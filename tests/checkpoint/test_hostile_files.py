@@ -335,6 +335,14 @@ def test_sizes_of_a_config_are_integers_in_bounds(name, path, value):
         sample.family.describe(config, {}, bound)
 
 
+def test_a_vocabulary_is_not_padded_without_bound():
+    sample = Sample("qwen3")
+    with pytest.raises(
+        ost.MappingError, match="vocab_size 1000000 is far more than the 64 entries that config.json has"
+    ):
+        sample.family.describe(sample.config, {"vocab_size": 10**6}, bound)
+
+
 @pytest.mark.parametrize("size", [1e999, float("nan"), 2.0, -1, 2**40, "2"], ids=str)
 def test_sizes_that_a_family_of_a_user_computes(size):
     def described(tree):

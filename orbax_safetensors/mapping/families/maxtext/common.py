@@ -23,6 +23,8 @@ from orbax_safetensors.mapping.family import Envelope, LeafShapes, Variant
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size
 
+# Entries that a vocabulary may have besides twice as many as are stored. MaxText pads to the next multiple.
+_MOST_PADDING = 2**18
 # What most models call the parts of a gated MLP.
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
@@ -242,6 +244,8 @@ def model(
         raise MappingError(
             f"vocab_size {size} would cut off the vocabulary, which config.json says has {stored} entries"
         )
+    if size > 2 * stored + _MOST_PADDING:  # as a damaged or hostile record of a save may have it
+        raise MappingError(f"vocab_size {size} is far more than the {stored} entries that config.json has")
     embedding = tensor(f"{prefix}embed_tokens.weight", (stored, width)).slice(slice(size))
     leaves = {
         "token_embedder.embedding": (embedding if factor == 1 else embedding.scale(factor)).pad((size, width)),
