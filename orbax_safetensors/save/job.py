@@ -339,8 +339,7 @@ class SaveJob:
     def _complete_objects(self) -> None:
         """Write what follows from the tensors.
 
-        The index of several files is last, or first if it takes the place of another one. A record of what is there
-        then saves readers requests.
+        The index of several files is last, or first if it takes the place of another one.
         """
         files, index = self.files, self.layout.index
         if self._replaces:

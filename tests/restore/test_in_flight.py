@@ -112,11 +112,11 @@ def test_who_takes_memory_waits_if_the_limit_is_reached(held, wanted):
 
 def test_memory_is_used_again_before_all_that_may_be_in_flight_is():
     in_flight = InFlight(1000, 20, 1000)
-    first, mapped = taken(in_flight, 20, [20]), taken(in_flight, 500)
+    first, answered = taken(in_flight, 20, [20]), taken(in_flight, 500)
     thread, results = in_thread(taken, in_flight, 20, [20])
     sent = Sent(), Sent()
     send(in_flight, first, sent[0])
-    send(in_flight, mapped, sent[1])
+    send(in_flight, answered, sent[1])
     assert sent[0].waited.wait(hang.SECONDS)
     assert not results
     sent[0].arrived.set()
