@@ -86,7 +86,7 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
     parser.add_argument(
         "--config",
         metavar="PATH",
-        help="to safetensors: a config.json, or a directory with one and a model's other small files",
+        help="to safetensors: a config.json, or a model's directory",
     )
     parser.add_argument(
         "--dtype",
