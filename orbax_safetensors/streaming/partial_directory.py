@@ -148,9 +148,10 @@ class PartialDirectory(Workspace):
         """Return the numbers of all tiles that any process has recorded."""
         done: set[int] = set()
         try:
-            for entry in os.scandir(self._run_path):
-                if entry.name.startswith(_DONE):
-                    for line in (find_small(self._store, entry.path, _MAX_RECORD_BYTES) or b"").splitlines():
+            for name in os.listdir(self._run_path):
+                if name.startswith(_DONE):
+                    record = find_small(self._store, os.path.join(self._run_path, name), _MAX_RECORD_BYTES)
+                    for line in (record or b"").splitlines():
                         try:
                             done.update(json.loads(line))
                         except ValueError:  # a line that was being written, or was not on the disk
