@@ -123,14 +123,20 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path, states)}")
     index, (index_name, files) = None, _chosen(path, names)
     findings = []
+    requests = 1 + (index_name is not None)
     if index_name is not None:
         index_path = posixpath.join(path, index_name)
-        index = _index(index_path, read_text(store, index_path))
-        if FILE_NAME not in names or index.files == (FILE_NAME,):
+        try:
+            index = _index(index_path, read_text(store, index_path))
+        except IndexFileError as damage:
+            if files != [FILE_NAME]:
+                raise
+            findings.append(Finding(logging.WARNING, IndexFileError(f"{damage}; {FILE_NAME} is read without it")))
+            names.remove(index_name)
+        if index is not None and files != [FILE_NAME]:
             files = _files_of(path, index, names, report)
-        else:
+        elif index is not None and index.files != (FILE_NAME,):
             index = None
-    requests = 1 + (index_name is not None)
     if index is None:
         index_name = None
         # Objects appear one by one, each whole, and last the index: a save may not have ended.

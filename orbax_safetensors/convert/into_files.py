@@ -140,13 +140,14 @@ def plain_files_from_files(request: ConvertRequest) -> TileJob:
     names = in_file_order(checkpoint.leaves, checkpoint.location)
     views = {name: checkpoint.leaves[name] for _, name in names}
     source = SafetensorsSource(checkpoint, views, dtypes, request.memory_bytes, request.options.direct)
+    stored = {name: {*map(checkpoint.codes, view.tensors)} or {name} for name, view in views.items()}
     layout = lay_out(
         [(name, from_numpy(leaf.dtype), leaf.shape) for name, leaf in source.leaves.items()],
         _METADATA | without_sharding_info(checkpoint.metadata),
         max_file_bytes=MAX_FILE_BYTES,
         alignment=_ALIGNMENT,
         stem=checkpoint.stem,
-        omitted=[name for name, view in views.items() if {*map(checkpoint.codes, view.tensors)} <= {*listed.omitted}],
+        omitted=[name for name, tensors in stored.items() if tensors <= listed.omitted.keys()],
     )
     model_files = model_files.storing({name: (leaf.dtype, leaf.shape) for name, leaf in source.leaves.items()})
     files = Files.of(layout, source.leaves)

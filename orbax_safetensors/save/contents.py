@@ -76,9 +76,7 @@ class Contents:
             files = {file: [facts[name] for name in tensors] for file, tensors in names.items()}
             if all(len(tensors) == 1 or _nbytes(tensors) <= max_file_bytes for tensors in files.values()):
                 index_name = self.like.checkpoint.index_name or f"{stem}{INDEX_SUFFIX}"
-                return lay_out_files(
-                    files, self.metadata, alignment=alignment, index_name=index_name, omitted=omitted
-                )
+                return lay_out_files(files, self.metadata, alignment=alignment, index_name=index_name, omitted=omitted)
         return lay_out(
             list(facts.values()),
             self.metadata,

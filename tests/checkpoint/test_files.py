@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 
 import numpy as np
@@ -181,6 +182,27 @@ def test_a_single_file_goes_before_an_index_of_others(tmp_path, caplog):
     for path in tmp_path.glob("model-*"):
         path.unlink()
     assert ost.verify(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("not json", "index.json: .*; model.safetensors is read without it"),
+        ('{"weight_map": {}}', "names no tensor"),
+        ('{"weight_map": {"gone": "model.safetensors"}}', "expected tensor 'gone'"),
+        ('{"weight_map": {"gone": "model-00001-of-00001.safetensors"}}', "not read: model.safetensors.index.json"),
+        ('{"weight_map": {"a": "model.safetensors"}}', None),
+    ],
+)
+def test_a_single_file_does_not_need_its_index(tmp_path, text, fault, caplog):
+    write(tmp_path / "model.safetensors", {"a": A, "b": B})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert ost.load(tmp_path).keys() == {"a", "b"}
+    faults = ost.verify(tmp_path)
+    assert len(faults) == (fault is not None)
+    for found in faults:
+        assert re.search(fault, str(found))
+        assert str(found) in caplog.text
 
 
 def test_tensors_that_the_index_omits_are_named(tmp_path, caplog):
