@@ -121,6 +121,8 @@ CHOICES = {
     "a variant in files": ["diffusion_pytorch_model", "*diffusion_pytorch_model.fp16-00001-of-00001"],
     "a variant in files of older names": ["unet", "*unet-00001-of-00001.non_ema"],
     "a variant alone": ["model.fp16"],
+    "variants of other names": ["unet", "*unet.ema.fp32", "*unet.fp16", "*unet.fp8_e4m3fn", "*unet.int8-non_ema"],
+    "parts whose names go on": ["encoder", "encoder.fp8x", "encoder.internal", "encoder.layer1"],
     "dots in names": ["Qwen2.5-7B", "Qwen2.5-8B"],
     "an adapter": ["model", "*adapter_model"],
     "what an adapter comes with": ["adapter_model", "*new_embeddings"],
