@@ -23,6 +23,7 @@ KEPT = [
     "additional_chat_templates/rag.jinja",
     "config.json",
     "config_sentence_transformers.json",
+    "mel_filters.npz",
     "modeling_mine.py",
     "modules.json",
     "package/deep/__init__.py",
@@ -30,6 +31,8 @@ KEPT = [
     "speakers/v2/one.npy",
     "tekken.json",
     "tiktoken.model",
+    "tokenizer.pkl",
+    "vocab.bin",
     "vocab.pt.txt",
 ]
 LEFT = [
@@ -55,9 +58,15 @@ LEFT = [
     "open_model.GGUF",
     "other/config.json",
     "other/safetensors.checksums.json",
+    "pytorch_model-00001-of-00002.bin",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "random_states_0.pkl",
+    "rng_state_0.pth",
+    "speaker.pt",
     "tf_model.h5",
+    "training_args.bin",
+    "weights.npz",
 ]
 
 
@@ -96,7 +105,7 @@ def test_small_files_go_along_and_weights_do_not(tmp_path, source, make, caplog)
     for name in {*KEPT} - {"config.json"}:
         assert (tmp_path / "to" / name).read_bytes() == (source / name).read_bytes()
     assert there.isdisjoint({*LEFT} - {"_METADATA", "manifest.ocdbt"})  # which a link and a save make
-    assert "not copied: 2_Dense/model.safetensors (weights)" in caplog.text
+    assert "not copied: speaker.pt (weights), 2_Dense/model.safetensors (weights)" in caplog.text
     assert "a" in ost.open_checkpoint(tmp_path / "to").tensors
 
 
