@@ -65,11 +65,17 @@ def small_files(store: Store, directory: str) -> dict[str, str]:
     along, and stays behind. Raises `StorageError` if the directory cannot be listed, or if something in it is neither a
     file nor a directory.
     """
+    files, left_out = found_small(store, directory)
+    if left_out:
+        logger.warning("%s: not copied: %s", directory, some(left_out))
+    return files
+
+
+def found_small(store: Store, directory: str) -> tuple[dict[str, str], list[str]]:
+    """Return what `small_files` returns, and what its warning would name."""
     walk = _Walk(store, directory)
     walk.run()
-    if walk.left_out:
-        logger.warning("%s: not copied: %s", directory, some(walk.left_out))
-    return walk.files
+    return walk.files, walk.left_out
 
 
 class _Walk:
