@@ -197,6 +197,10 @@ class Checkpoint:
         """Return the name of the tensor that a view's tensor is, or is a piece of."""
         return name if name in self.quantized or name in self.tensors else name.rpartition(_PIECE)[0]
 
+    def codes(self, name: str) -> str:
+        """Return the name of the stored tensor that a view's tensor is, is a piece of, or is decoded from."""
+        return self.quantized[name].codes if name in self.quantized else self.whole(name)
+
     def location(self, name: str) -> Location:
         """Return where a tensor lies, or a piece of a tensor as a view names it."""
         if name in self.quantized:

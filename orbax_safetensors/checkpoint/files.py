@@ -37,6 +37,11 @@ SUFFIX = ".safetensors"
 # Each rank of PyTorch has its own part of a numbered file, and need not have one.
 _NUMBERED = re.compile(rf"(?:shard-\d+-)?(.*)-(\d+)-of-(\d+){re.escape(SUFFIX)}")
 _NAMED = 8  # missing files in a message
+# What is known to be a variant; after a name that is not a usual one, all else may be a part of the same model.
+_VARIANT = (
+    r"(?:(?:bf|fp|nf|mxfp|nvfp|u?int|b?float)\d+(?:_?e\dm\d\w*)?|half|scaled|pruned|(?:non[_-]?)?ema(?:[_-]?only)?)"
+)
+_VARIANTS = re.compile(rf"{_VARIANT}(?:[._-]{_VARIANT})*", re.IGNORECASE)
 # How the names of Mistral's and Meta's own copies of a model begin.
 _COPY = "consolidated"
 
@@ -123,14 +128,20 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path, states)}")
     index, (index_name, files) = None, _chosen(path, names)
     findings = []
+    requests = 1 + (index_name is not None)
     if index_name is not None:
         index_path = posixpath.join(path, index_name)
-        index = _index(index_path, read_text(store, index_path))
-        if FILE_NAME not in names or index.files == (FILE_NAME,):
+        try:
+            index = _index(index_path, read_text(store, index_path))
+        except IndexFileError as damage:
+            if files != [FILE_NAME]:
+                raise
+            findings.append(Finding(logging.WARNING, IndexFileError(f"{damage}; {FILE_NAME} is read without it")))
+            names.remove(index_name)
+        if index is not None and files != [FILE_NAME]:
             files = _files_of(path, index, names, report)
-        else:
+        elif index is not None and index.files != (FILE_NAME,):
             index = None
-    requests = 1 + (index_name is not None)
     if index is None:
         index_name = None
         # Objects appear one by one, each whole, and last the index: a save may not have ended.
@@ -208,7 +219,10 @@ def _chosen(path: str, names: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _without_variant(stem: str) -> Iterator[str]:
     """Yield what the stem of a file would be without what may be its variant."""
-    return (stem[: dot.start()] for dot in re.finditer(r"\.", stem))
+    for dot in re.finditer(r"\.", stem):
+        before, after = stem[: dot.start()], stem[dot.end() :]
+        if before in USUAL_STEMS or _VARIANTS.fullmatch(after):
+            yield before
 
 
 def _files_of(path: str, index: Index, names: Sequence[str], report: Callable[[SafetensorsError], None]) -> list[str]:

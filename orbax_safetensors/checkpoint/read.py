@@ -17,6 +17,7 @@ from orbax_safetensors.checkpoint.files import Finding, StoredFile, checkpoint_f
 from orbax_safetensors.checkpoint.one_state import of_one_state
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import shown
+from orbax_safetensors.format.layout import FILE_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.storage.paths import PathLike
@@ -104,14 +105,18 @@ def _read(
             stacklevel=2,
         )
     names = None if index is None else index.weight_map
-    tensors = _tensors(files, names, report)
+    whole = [posixpath.basename(path) for path in paths] == [FILE_NAME]  # whatever an index says
+    tensors = _tensors(files, None if whole else names, report)
     omitted, findings = {}, found.findings
     if names is not None:
         for fault in _lacking(path, files, names, tensors):
-            if partial:
+            if whole:
+                findings = (*findings, Finding(logging.WARNING, fault))
+            elif partial:
                 logger.warning("%s", fault)
             else:
                 report(fault)
+    if names is not None and not whole:
         omitted = _tensors(files, dict(_omitted(files, names)), lambda fault: None)
     if omitted:
         text = f"holds {len(omitted)} tensors that {found.index_name} does not name, and that are not read"

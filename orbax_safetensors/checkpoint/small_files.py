@@ -36,8 +36,14 @@ _MOST_FILES = 1000
 
 # The endings of weights, of their indexes, and of the further files of some formats.
 _WEIGHTS = re.compile(
-    r".+\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|distcp|h5|hdf5|keras|msgpack|npz|ot|pb|tflite|mlmodel|mlpackage|nemo"
-    r"|pdparams|gguf|ggml|onnx|engine|pte)([._]data.*)?(\.index(\.[^.]+)?(\.json)?)?",
+    r"(.+)\.(?:safetensors|pt|pth|ckpt|distcp|h5|hdf5|keras|msgpack|ot|tflite|mlmodel|mlpackage|nemo|pdparams|gguf|ggml"
+    r"|onnx|engine|pte|(bin|pkl|pickle|npz|pb))([._]data.*)?(\.index(\.[^.]+)?(\.json)?)?",
+    re.IGNORECASE,
+)
+# What names of weights and of a training's state say. Other files may have some of these endings (`vocab.bin`).
+_WEIGHTS_STEM = re.compile(
+    r"(?<![a-z])(model|weights?|params|adapter|lora|ggml|consolidated|checkpoint|optim(izer)?|scheduler|scaler|sampler"
+    r"|states?|training)(?![a-z])",
     re.IGNORECASE,
 )
 # What Orbax and this package write beside tensors, or did once.
@@ -59,11 +65,17 @@ def small_files(store: Store, directory: str) -> dict[str, str]:
     along, and stays behind. Raises `StorageError` if the directory cannot be listed, or if something in it is neither a
     file nor a directory.
     """
+    files, left_out = found_small(store, directory)
+    if left_out:
+        logger.warning("%s: not copied: %s", directory, some(left_out))
+    return files
+
+
+def found_small(store: Store, directory: str) -> tuple[dict[str, str], list[str]]:
+    """Return what `small_files` returns, and what its warning would name."""
     walk = _Walk(store, directory)
     walk.run()
-    if walk.left_out:
-        logger.warning("%s: not copied: %s", directory, some(walk.left_out))
-    return walk.files
+    return walk.files, walk.left_out
 
 
 class _Walk:
@@ -134,8 +146,10 @@ class _Walk:
 
     def _take(self, name: str, nbytes: int) -> None:
         """Take a file unless it is weights or too large."""
-        if _WEIGHTS.fullmatch(posixpath.basename(name)):
-            if "/" in name:
+        match = _WEIGHTS.fullmatch(posixpath.basename(name))
+        is_known = match is not None and _WEIGHTS_STEM.search(match[1]) is not None
+        if match is not None and (is_known or match[2] is None):
+            if "/" in name or not (is_known or is_part(name)):
                 self.left_out.append(f"{name} (weights)")
             return
         if nbytes > SMALL_BYTES or self._nbytes + nbytes > _MOST_BYTES:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
-from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
+from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax, is_part
 from orbax_safetensors.checkpoint.one_state import of_one_state
 from orbax_safetensors.checkpoint.read import examine
 from orbax_safetensors.checkpoint.record import RECORD_NAME, record_faults
 from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
-from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_check import TensorRange
@@ -25,7 +25,7 @@ from orbax_safetensors.orbax_store.item_check import item_faults, step_items
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
 from orbax_safetensors.storage.paths import BUCKETS, PathLike, is_url, place
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import Stamp
+from orbax_safetensors.storage.store import Stamp, Store
 
 # The files in which a save, a conversion or a link says more of the tensors.
 _RECORDS = (CHECKSUMS_NAME, RECORD_NAME, *INDEX_NAMES)
@@ -87,21 +87,29 @@ def _states(path: PathLike, storage_options: Mapping[str, Any] | None) -> object
     """Return the states of the files that `_verified` looks at, or the error that says why they cannot be known."""
     try:
         if is_orbax(place(path), storage_options):
-            return [_files_below(item, storage_options) for item in step_items(path)]
-        return {
-            name: state
-            for name, state in _files_below(path, storage_options).items()
-            if name.endswith((SUFFIX, INDEX_SUFFIX, *_RECORDS)) and "/" not in name  # others may be written meanwhile
-        }
+            items = [store_of(item, storage_options) for item in step_items(path)]
+            return [store.below(item) for store, item in items]
+        if is_url(place(path)) and (place(path).partition("://")[0] not in BUCKETS or place(path).endswith(SUFFIX)):
+            return None  # where nothing is replaced, or a reader may not be allowed to list the neighbours
+        store, path = store_of(path, storage_options)
+        listed = store.list(path) or {}
+        names = [name for name in listed if is_part(name) or name in _RECORDS]  # others may be written meanwhile
+        return {name: _state(store, posixpath.join(path, name), listed[name]) for name in names}
     except SafetensorsError as error:
         return str(error)
 
 
-def _files_below(path: PathLike, storage_options: Mapping[str, Any] | None) -> dict[str, Stamp]:
-    if is_url(place(path)) and (place(path).partition("://")[0] not in BUCKETS or place(path).endswith(SUFFIX)):
-        return {}  # where nothing is replaced, or a reader may not be allowed to list the neighbours
-    store, path = store_of(path, storage_options)
-    return store.below(path)
+def _state(store: Store, path: str, listed: Stamp | None) -> Stamp | str | None:
+    """Return the state of a file; a local store does not list it."""
+    if not store.is_local:
+        return listed
+    try:
+        if (file := store.find(path)) is None:
+            return None
+        with closing(file):
+            return file.stamp
+    except StorageError as error:
+        return str(error)
 
 
 def _verified(path: PathLike, data: bool, options: SafetensorsOptions) -> Verified:

@@ -105,7 +105,9 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
 
 def files_from_files(request: ReshardRequest) -> TileJob:
     """Return the job that lays out safetensors files anew: files of limited size, or one for each device."""
-    checkpoint = read_checkpoint(request.source, request.options.storage_options).with_omitted()
+    listed = read_checkpoint(request.source, request.options.storage_options)
+    # Files with pieces of tensors have no index, so they cannot hold what it omits.
+    checkpoint = listed.with_omitted() if request.partition is None else listed
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes, request.options.direct)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
     metadata = _METADATA | without_sharding_info(checkpoint.metadata)
@@ -116,6 +118,7 @@ def files_from_files(request: ReshardRequest) -> TileJob:
             max_file_bytes=request.max_file_bytes,
             alignment=_ALIGNMENT,
             stem=checkpoint.stem,
+            omitted=listed.omitted,
         )
         files = Files.of(layout, source.leaves)
     else:
@@ -125,7 +128,8 @@ def files_from_files(request: ReshardRequest) -> TileJob:
 
 def plain_files_from_files(request: ConvertRequest) -> TileJob:
     """Return the job that makes plain safetensors files of quantised ones, under the stored names."""
-    checkpoint = read_checkpoint(request.source, request.options.storage_options).with_omitted()
+    listed = read_checkpoint(request.source, request.options.storage_options)
+    checkpoint = listed.with_omitted()
     request.check_outside(checkpoint.directory)
     if request.config is None:
         model_files = replace(files_beside(checkpoint), config=read_config(checkpoint) or None)
@@ -136,12 +140,14 @@ def plain_files_from_files(request: ConvertRequest) -> TileJob:
     names = in_file_order(checkpoint.leaves, checkpoint.location)
     views = {name: checkpoint.leaves[name] for _, name in names}
     source = SafetensorsSource(checkpoint, views, dtypes, request.memory_bytes, request.options.direct)
+    stored = {name: {*map(checkpoint.codes, view.tensors)} or {name} for name, view in views.items()}
     layout = lay_out(
         [(name, from_numpy(leaf.dtype), leaf.shape) for name, leaf in source.leaves.items()],
         _METADATA | without_sharding_info(checkpoint.metadata),
         max_file_bytes=MAX_FILE_BYTES,
         alignment=_ALIGNMENT,
         stem=checkpoint.stem,
+        omitted=[name for name, tensors in stored.items() if tensors <= listed.omitted.keys()],
     )
     model_files = model_files.storing({name: (leaf.dtype, leaf.shape) for name, leaf in source.leaves.items()})
     files = Files.of(layout, source.leaves)

@@ -16,6 +16,9 @@ from orbax_safetensors.format.header import shown
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
+OMITTED_FILES = "omitted_files"
+"""The key of an index's metadata for files that hold only tensors which the index does not name."""
+
 _FILE_SUFFIX = ".safetensors"
 # With a variant, before the suffix as older programs have it, or after `index` as `transformers` and `diffusers` do.
 _NAME = re.compile(r"(.+)\.safetensors\.index(\.[^.]+)?\.json")
@@ -38,7 +41,7 @@ class Index:
     """The facts of an index. The constructor checks them, so that no file name leads out of the directory.
 
     weight_map: tensor name -> plain name of a file beside the index.
-    metadata: free; nothing depends on it.
+    metadata: free; only `OMITTED_FILES` means something here.
 
     Raises IndexFileError, without the index's name, which only `parse` knows.
     """
@@ -56,6 +59,8 @@ class Index:
             if type(name) is not str or name not in checked:
                 check_file_name(name, file=f"weight_map: tensor {shown(tensor)}")
                 checked.add(name)
+        for name in self._omitted_files:
+            check_file_name(name, file="omitted_files")
         # Read-only copies: checked values stay as they were.
         object.__setattr__(self, "weight_map", MappingProxyType(dict(self.weight_map)))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
@@ -63,7 +68,12 @@ class Index:
     @property
     def files(self) -> tuple[str, ...]:
         """Return the names of the files, each once, sorted."""
-        return tuple(sorted(set(self.weight_map.values())))
+        return tuple(sorted({*self.weight_map.values(), *self._omitted_files}))
+
+    @property
+    def _omitted_files(self) -> list[str]:
+        names = self.metadata.get(OMITTED_FILES)
+        return names if isinstance(names, list) else []
 
     @classmethod
     def parse(cls, text: bytes, *, file: str) -> "Index":

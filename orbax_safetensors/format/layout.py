@@ -11,7 +11,7 @@ from typing import Any
 
 from orbax_safetensors.format.dtypes import DType, nbytes
 from orbax_safetensors.format.header import PREFIX_BYTES, Header, fingerprint
-from orbax_safetensors.format.index import INDEX_SUFFIX, Index
+from orbax_safetensors.format.index import INDEX_SUFFIX, OMITTED_FILES, Index
 
 _SUFFIX = ".safetensors"
 # A stem is what the names of a model's files begin with.
@@ -59,12 +59,14 @@ def lay_out(
     alignment: int,
     stem: str = STEM,
     group: Callable[[str], Hashable] = lambda name: None,
+    omitted: Collection[str] = (),
 ) -> Layout:
     """Lay `tensors` out as Hugging Face does: fill one file after the other, in the order of `tensors`.
 
     A file holds at most `max_file_bytes` of tensors, or a single longer tensor, and names of one `group`; an adapter,
     by its `stem`, is one file. The data of a file begins at a multiple of `alignment` bytes. Every file has the same
-    `metadata`. Raises `HeaderError` if a header would be invalid.
+    `metadata`. The index does not name the tensors that are `omitted`; readers take `model.safetensors` whole, so a
+    single file that holds some has a number and an index. Raises `HeaderError` if a header would be invalid.
     """
     if stem == ADAPTER_STEM:
         return lay_out_files({ADAPTER_NAME: tensors}, metadata, alignment=alignment)
@@ -80,7 +82,7 @@ def lay_out(
         filled[key] += size
     parts = [part for files in groups.values() for part in files] or [[]]
     named = dict(zip(file_names(len(parts), stem), parts, strict=True))
-    return lay_out_files(named, metadata, alignment=alignment, index_name=f"{stem}{INDEX_SUFFIX}")
+    return lay_out_files(named, metadata, alignment=alignment, index_name=f"{stem}{INDEX_SUFFIX}", omitted=omitted)
 
 
 def lay_out_files(
@@ -89,15 +91,26 @@ def lay_out_files(
     *,
     alignment: int,
     index_name: str = INDEX_NAME,
+    omitted: Collection[str] = (),
 ) -> Layout:
     """Lay tensors out in the files of these names, as `lay_out` does."""
     headers = [Header.layout(part, metadata, alignment=alignment) for part in files.values()]
     names = list(files)
     if len(headers) == 1 and not _NUMBER.search(names[0].removesuffix(_SUFFIX)):
-        return Layout(((names[0], headers[0]),), None)
-    weight_map = {tensor: name for name, header in zip(names, headers, strict=True) for tensor in header.tensors}
-    total = sum(header.data_bytes for header in headers)
-    return Layout(tuple(zip(names, headers, strict=True)), Index(weight_map, {"total_size": total}), index_name)
+        if headers[0].tensors.keys().isdisjoint(omitted):
+            return Layout(((names[0], headers[0]),), None)
+        names = [f"{names[0].removesuffix(_SUFFIX)}-00001-of-00001{_SUFFIX}"]
+    return _indexed(tuple(zip(names, headers, strict=True)), index_name, omitted)
+
+
+def _indexed(files: tuple[tuple[str, Header], ...], index_name: str, omitted: Collection[str]) -> Layout:
+    named = {tensor: name for name, header in files for tensor in header.tensors if tensor not in omitted}
+    total = sum(entry.nbytes for _, header in files for name, entry in header.tensors.items() if name in named)
+    metadata: dict[str, object] = {"total_size": total}
+    indexed = {*named.values()}
+    if unnamed := [name for name, _ in files if name not in indexed]:
+        metadata[OMITTED_FILES] = unnamed
+    return Layout(files, Index(named, metadata), index_name)
 
 
 def avoiding(layout: Layout, taken: Collection[str]) -> Layout:
@@ -105,9 +118,8 @@ def avoiding(layout: Layout, taken: Collection[str]) -> Layout:
     if layout.index is None:
         return layout
     names = dict(zip((old := [name for name, _ in layout.files]), free_names(old, taken), strict=True))
-    weight_map = {tensor: names[name] for tensor, name in layout.index.weight_map.items()}
-    files = tuple((names[name], header) for name, header in layout.files)
-    return Layout(files, Index(weight_map, layout.index.metadata), layout.index_name)
+    omitted = {name for _, header in layout.files for name in header.tensors if name not in layout.index.weight_map}
+    return _indexed(tuple((names[name], header) for name, header in layout.files), layout.index_name, omitted)
 
 
 def file_stem(name: str) -> str:

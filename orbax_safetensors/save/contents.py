@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from orbax_safetensors.checkpoint.family import TensorTypes, nearest_to, stored_leaves, with_variant
@@ -64,6 +64,9 @@ class Contents:
             assert self.like is not None
             stored = self.like.checkpoint[leaf.name]
             facts[leaf.name] = (leaf.name, stored.stored_dtype, stored.stored_shape)
+        omitted: Set[str] = frozenset()
+        if self.like is not None:
+            omitted = self.like.checkpoint.tensors.keys() - self.like.listed.tensors.keys()
         stem = self.model_files.stem
         if self.like is not None and not self.model_files.is_adapter:
             stem = self.like.checkpoint.stem
@@ -73,7 +76,7 @@ class Contents:
             files = {file: [facts[name] for name in tensors] for file, tensors in names.items()}
             if all(len(tensors) == 1 or _nbytes(tensors) <= max_file_bytes for tensors in files.values()):
                 index_name = self.like.checkpoint.index_name or f"{stem}{INDEX_SUFFIX}"
-                return lay_out_files(files, self.metadata, alignment=alignment, index_name=index_name)
+                return lay_out_files(files, self.metadata, alignment=alignment, index_name=index_name, omitted=omitted)
         return lay_out(
             list(facts.values()),
             self.metadata,
@@ -81,6 +84,7 @@ class Contents:
             alignment=alignment,
             stem=stem,
             group=(writers or {}).get,
+            omitted=omitted,
         )
 
 

@@ -14,6 +14,7 @@ from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE
 from orbax_safetensors.orbax_store.metadata import finished_text
 from orbax_safetensors.save.new_files import check_replaceable
 from orbax_safetensors.save.request import check_kept
+from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.replace import recover, remove, remove_aside, replace
 from orbax_safetensors.storage.workspace import Workspace
 
@@ -50,7 +51,7 @@ class NewDirectory(Workspace):
         if self._force:
             check_kept(path, *self._sources)
             if os.path.isdir(path):
-                check_replaceable(path, os.listdir(path))
+                check_replaceable(LocalStore(), path)
 
     def check_place(self) -> None:
         """See `Workspace`. A conversion that can be resumed is kept as well."""

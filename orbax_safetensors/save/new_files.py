@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence, Set
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +19,10 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.files import SUFFIX, is_part
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.checkpoint.record import RECORD_NAME
+from orbax_safetensors.checkpoint.small_files import found_small
 from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.index import Index, is_index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
@@ -33,6 +37,12 @@ from orbax_safetensors.storage.store import Stamp, Store, find_small, write_smal
 
 # What says which files of a directory are the checkpoint, to our reader and to Orbax.
 _MARKS = (INDEX_NAME, FINISHED_FILE)
+# What a save of ours, or of Orbax, leaves beside the files of a checkpoint.
+_RECORDS = {CHECKSUMS_NAME, RECORD_NAME, STEP_FILE, FINISHED_FILE, *INDEX_NAMES}
+# Subdirectories in which Orbax has data, and in which the Hub's client keeps notes.
+_OF_ORBAX = re.compile(r"(d|made|array_metadatas|ocdbt\.process_[^/]*|\.cache)/")
+# Of `transformers`, without a config.
+_SUBDIRECTORIES = {"additional_chat_templates"}
 
 
 class NewFiles:
@@ -74,10 +84,9 @@ class NewFiles:
             raise StorageError(f"{path}: {READ_ONLY}")
         if existing == "replaced":
             store.delete(path, ())  # raises if all of a bucket is to be replaced
-        names = list(store.list(path) or ())
-        if existing == "replaced":
-            check_replaceable(path, names)
+            check_replaceable(store, path)
             return
+        names = list(store.list(path) or ())
         in_the_way = names if existing == "refused" else _of_checkpoints(names)
         if in_the_way:
             instead = "delete these files, or save elsewhere"
@@ -169,12 +178,35 @@ class NewFiles:
         self.store.delete(self.path, others)
 
 
-def check_replaceable(path: str, names: Sequence[str]) -> None:
-    """Raise `StorageError` if a directory that holds `names` is neither a checkpoint nor empty."""
+def check_replaceable(store: Store, path: str) -> None:
+    """Raise `StorageError` if a directory is neither empty nor a checkpoint, or if its subdirectories hold more."""
+    names = list(store.list(path) or ())
     if names and not _of_checkpoints(names) and not {STEP_FILE, FINISHED_FILE} & {*names}:
         raise StorageError(
             f"{path}: is not a checkpoint, it holds {some(sorted(names))}; a save replaces nothing else; save elsewhere"
         )
+    if any(map(is_part, names)) and (others := _of_others(store, path, names)):
+        raise StorageError(
+            f"{path}: holds more than a checkpoint: {some(sorted(others))}; a save replaces nothing else; move these "
+            "away, or save elsewhere"
+        )
+
+
+def _of_others(store: Store, path: str, names: Collection[str]) -> list[str]:
+    """Return the files in subdirectories that are not of the checkpoint of safetensors files in the directory `path`.
+
+    Its own are those of Orbax, and small files that a save like it would copy. If no save of ours has left a record
+    among `names`, code and data of another program could be small as well: then a subdirectory is a module of the
+    model, which has a config, or of a usual name.
+    """
+    others = [name for name in store.below(path) if "/" in name and not _OF_ORBAX.match(name)]
+    if not others:
+        return []
+    small, _ = found_small(store, path)
+    if not _RECORDS.isdisjoint(names):
+        return [name for name in others if name not in small]
+    modules = {name.partition("/")[0] for name in small if re.fullmatch(r"[^/]+/config\.json", name)} | _SUBDIRECTORIES
+    return [name for name in others if name not in small or name.partition("/")[0] not in modules]
 
 
 def _of_checkpoints(names: Sequence[str]) -> list[str]:

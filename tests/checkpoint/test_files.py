@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 
 import numpy as np
@@ -120,6 +121,8 @@ CHOICES = {
     "a variant in files": ["diffusion_pytorch_model", "*diffusion_pytorch_model.fp16-00001-of-00001"],
     "a variant in files of older names": ["unet", "*unet-00001-of-00001.non_ema"],
     "a variant alone": ["model.fp16"],
+    "variants of other names": ["unet", "*unet.ema.fp32", "*unet.fp16", "*unet.fp8_e4m3fn", "*unet.int8-non_ema"],
+    "parts whose names go on": ["encoder", "encoder.fp8x", "encoder.internal", "encoder.layer1"],
     "dots in names": ["Qwen2.5-7B", "Qwen2.5-8B"],
     "an adapter": ["model", "*adapter_model"],
     "what an adapter comes with": ["adapter_model", "*new_embeddings"],
@@ -181,6 +184,27 @@ def test_a_single_file_goes_before_an_index_of_others(tmp_path, caplog):
     for path in tmp_path.glob("model-*"):
         path.unlink()
     assert ost.verify(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("not json", "index.json: .*; model.safetensors is read without it"),
+        ('{"weight_map": {}}', "names no tensor"),
+        ('{"weight_map": {"gone": "model.safetensors"}}', "expected tensor 'gone'"),
+        ('{"weight_map": {"gone": "model-00001-of-00001.safetensors"}}', "not read: model.safetensors.index.json"),
+        ('{"weight_map": {"a": "model.safetensors"}}', None),
+    ],
+)
+def test_a_single_file_does_not_need_its_index(tmp_path, text, fault, caplog):
+    write(tmp_path / "model.safetensors", {"a": A, "b": B})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert ost.load(tmp_path).keys() == {"a", "b"}
+    faults = ost.verify(tmp_path)
+    assert len(faults) == (fault is not None)
+    for found in faults:
+        assert re.search(fault, str(found))
+        assert str(found) in caplog.text
 
 
 def test_tensors_that_the_index_omits_are_named(tmp_path, caplog):

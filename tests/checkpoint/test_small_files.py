@@ -23,6 +23,7 @@ KEPT = [
     "additional_chat_templates/rag.jinja",
     "config.json",
     "config_sentence_transformers.json",
+    "mel_filters.npz",
     "modeling_mine.py",
     "modules.json",
     "package/deep/__init__.py",
@@ -30,6 +31,8 @@ KEPT = [
     "speakers/v2/one.npy",
     "tekken.json",
     "tiktoken.model",
+    "tokenizer.pkl",
+    "vocab.bin",
     "vocab.pt.txt",
 ]
 LEFT = [
@@ -55,9 +58,15 @@ LEFT = [
     "open_model.GGUF",
     "other/config.json",
     "other/safetensors.checksums.json",
+    "pytorch_model-00001-of-00002.bin",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "random_states_0.pkl",
+    "rng_state_0.pth",
+    "speaker.pt",
     "tf_model.h5",
+    "training_args.bin",
+    "weights.npz",
 ]
 
 
@@ -96,7 +105,7 @@ def test_small_files_go_along_and_weights_do_not(tmp_path, source, make, caplog)
     for name in {*KEPT} - {"config.json"}:
         assert (tmp_path / "to" / name).read_bytes() == (source / name).read_bytes()
     assert there.isdisjoint({*LEFT} - {"_METADATA", "manifest.ocdbt"})  # which a link and a save make
-    assert "not copied: 2_Dense/model.safetensors (weights)" in caplog.text
+    assert "not copied: speaker.pt (weights), 2_Dense/model.safetensors (weights)" in caplog.text
     assert "a" in ost.open_checkpoint(tmp_path / "to").tensors
 
 
@@ -192,11 +201,21 @@ def test_tensors_that_the_index_omits_go_along(tmp_path):
     ost.save(tmp_path / "1", ost.load(tmp_path / "source", family=family), like=tmp_path / "source", family=family)
     ost.reshard(tmp_path / "source", tmp_path / "2")
     ost.convert(tmp_path / "source", tmp_path / "3", to="safetensors", family="dequantized")
-    for number in range(4):
-        found = ost.load(tmp_path / str(number), family="identity")
-        assert found.keys() == {*TENSORS, "mtp.a"}, number
-        np.testing.assert_array_equal(found["mtp.a"], TENSORS["a"])
-    assert ost.verify(tmp_path / "0") == []
+    ost.reshard(tmp_path / "source", tmp_path / "4", max_file_bytes=32)
+    ost.reshard(tmp_path / "4", tmp_path / "5")
+    assert [*tmp_path.joinpath("2").glob("*.safetensors")] == [tmp_path / "2" / "model-00001-of-00001.safetensors"]
+    assert len([*tmp_path.joinpath("4").glob("*.safetensors")]) == 3
+    for number in range(6):
+        copy = tmp_path / str(number)
+        assert ost.load(copy, family="identity").keys() == TENSORS.keys(), number
+        assert ost.load(copy, family=family)["x"].keys() == TENSORS.keys()
+        assert ost.load(copy, TENSORS).keys() == TENSORS.keys()
+        (omitted,) = ost.open_checkpoint(copy).omitted
+        held = [path for path in copy.glob("*.safetensors") if omitted in ost.open_checkpoint(path).tensors]
+        np.testing.assert_array_equal(ost.load(held[0], family="identity")[omitted], TENSORS["a"])
+        assert "1 tensors that model.safetensors.index.json does not name" in str(ost.verify(copy))
+    ost.reshard(tmp_path / "source", tmp_path / "pieces", mesh={"x": 2}, spec={"a": ("x", None)})
+    assert ost.load(tmp_path / "pieces", family=family)["x"].keys() == TENSORS.keys()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

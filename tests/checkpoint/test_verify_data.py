@@ -47,6 +47,11 @@ def test_a_checkpoint_as_it_was_saved(saved, options):
     assert messages(saved, **options) == []
 
 
+def test_nothing_below_the_directory_is_listed(directory, monkeypatch):
+    monkeypatch.delattr(local.LocalStore, "below")
+    assert ost.verify(directory) == []
+
+
 def test_every_flipped_bit_is_found_with_the_tensor(directory):
     rng = np.random.default_rng(1)
     checkpoint = ost.open_checkpoint(directory)

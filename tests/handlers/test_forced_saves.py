@@ -14,6 +14,7 @@ from orbax_safetensors.save import new_directory
 from orbax_safetensors.save.new_files import NewFiles
 from orbax_safetensors.storage import local, replace
 from tests.support.disks import file_system
+from tests.support.files import write
 from tests.support.tiers import cross
 
 OLD = {"a": np.arange(100_000, dtype=np.float32), "b": np.arange(7)}
@@ -114,6 +115,41 @@ def test_only_a_checkpoint_is_replaced(old, save):
     assert (old.parent / "mine" / "notes.txt").read_text() == "mine"
     save(old.parent / "empty", NEW, force=True)
     holds(old.parent / "empty", NEW)
+
+
+@pytest.mark.parametrize("name", ["stray.safetensors", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("inside", "others"),
+    [
+        (["src/main.py"], "src/main.py"),
+        (["checkpoint-500/trainer_state.json", "checkpoint-500/config.json"], "checkpoint-500/config.json"),
+        (["1_Dense/config.json", "1_Dense/model.safetensors"], "1_Dense/model.safetensors"),
+        ([".git/config"], ".git/config"),
+        (["1_Pooling/config.json", "additional_chat_templates/rag.jinja", ".cache/huggingface/x"], None),
+    ],
+    ids=str,
+)
+def test_other_things_below_a_checkpoint_are_not_replaced(tmp_path, name, inside, others):
+    directory = tmp_path / "mine"
+    for file in inside:
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text("{}")
+    write(directory / name, {"a": np.ones(1)})
+    if others is None:
+        by_function(directory, NEW, force=True)
+        holds(directory, NEW)
+        return
+    with pytest.raises(ost.StorageError, match=f"mine: holds more than a checkpoint: {others}.*; a save replaces"):
+        by_function(directory, NEW, force=True)
+    assert all((directory / file).exists() for file in [name, *inside])
+
+
+def test_a_save_replaces_what_an_earlier_one_has_copied(tmp_path, old):
+    (old / "package" / "deep").mkdir(parents=True)
+    (old / "package" / "deep" / "code.py").write_text("x = 1")
+    ost.save(tmp_path / "like", OLD, like=old)
+    ost.save(tmp_path / "like", OLD, like=old, force=True)
+    assert (tmp_path / "like" / "package" / "deep" / "code.py").exists()
 
 
 @pytest.mark.parametrize("force", [False, True])
