@@ -411,7 +411,7 @@ LINEAR = {"weight": (E4M3, "F8_E4M3"), "bias": ((6,), "BF16")}
 def test_plain_fp8_has_no_scales():
     stored = {"a.weight": (E4M3, "F8_E4M3"), "a.bias": ((6,), "BF16"), "a.norm.weight": ((6,), "F32")}
     stored |= {"lstm.weight_hh_l0": (E4M3, "F8_E4M3"), "lstm.bias_hh_l0": ((6,), "BF16")}
-    stored |= {name: ((6,), "BF16") for name in ("logit_scale", "layers.0.layer_scale", "experts.10.router_scale")}
+    stored |= dict.fromkeys(("logit_scale", "layers.0.layer_scale", "experts.10.router_scale"), ((6,), "BF16"))
     modules = ("layers.0.q", "upscale", *(f"experts.{number}.up" for number in range(11)))
     stored |= {f"{module}.{name}": facts for module in modules for name, facts in LINEAR.items()}
     stored |= {"flow.translate": ((2, 1), "F8_E4M3"), "flow.log_scale": ((2, 1), "F8_E4M3")}
