@@ -96,8 +96,8 @@ def doubles(tree: Tree, shapes: Shapes) -> set[str]:
     """
 
     def is_part(path: str) -> bool:
-        used = {name: sum(map(_elements, pieces)) for name, pieces in _by_tensor([tree[path]]).items()}
-        return any(count != prod(shapes[name]) for name, count in used.items())
+        parts = _by_tensor([tree[path]]).items()
+        return any(sum(map(_elements, pieces)) != prod(shapes[name]) for name, pieces in parts)
 
     kept: dict[str, list[Piece]] = {}
     paths = set()
@@ -167,9 +167,11 @@ def _elements(piece: Piece) -> int:
 
 def _distinct(pieces: Sequence[Piece]) -> int:
     """Return how many elements of a tensor are in at least one of its pieces; `MappingError` if that takes too long."""
+    if len(pieces) == 1:
+        return _elements(pieces[0])
     modes = [[mode for dim in piece.dims for mode in dim] for piece in pieces]
     sets = [runs_of(piece.offset, 1, piece_modes) for piece, piece_modes in zip(pieces, modes, strict=True)]
-    if len(pieces) == 1 or disjoint([runs for runs in sets if runs is not None]):
+    if disjoint([runs for runs in sets if runs is not None]):
         return sum(map(_elements, pieces))
     begins, ends, count = [], [], 0  # of stretches of elements that lie one after the other
     for piece, piece_modes in zip(pieces, modes, strict=True):
