@@ -144,20 +144,20 @@ def _groups_beside(name: str, names: Sequence[str], stored: StoredTypes) -> Iter
         if is_parameter and (len(found) == len(shape) or is_weight(name)):
             yield beside
         elif is_integer and stored[beside][1] in FLOATS and len(found) == len(shape):
-            dividends = [size % group for size, group in zip(shape, found, strict=True) if size != group]
-            if dividends == [0]:
+            remainders = [size % groups for size, groups in zip(shape, found, strict=True) if size != groups]
+            if remainders == [0]:
                 yield beside
 
 
 def _scales_elsewhere(names: Sequence[str], stored: StoredTypes) -> Mapping[str, Sequence[str]]:
-    """Return the scales whose names have the name of the module of an fp8 tensor in them, by the tensor's name.
+    """Return the scales whose names have the name of the module of codes in them, by the name of the codes.
 
     A dot is an underscore. The name of scales of several modules, as `qkv_scale`, has the beginnings of theirs.
     """
     modules: dict[str, list[str]] = defaultdict(list)
     together: dict[str, dict[str, str]] = defaultdict(dict)  # by the parent of modules, and how their names begin
     for name in names:
-        if stored[name][1] in FLOAT_CODES and not _SCALE.search(_leaf(name)):
+        if looks_coded(name, stored):
             weight = _WEIGHT.search(name, len(name) - len(_leaf(name)))
             parent, _, module = (name[: weight.start()] if weight else name).rstrip("._").rpartition(".")
             modules["_".join(_words(f"{parent}.{module}".lstrip(".")))].append(name)
@@ -173,7 +173,7 @@ def _scales_elsewhere(names: Sequence[str], stored: StoredTypes) -> Mapping[str,
             for name in of if any("scale" in word for word in words[:begin] + words[end:]) else ():
                 out[name].append(beside)
         for end in range(len(words)):
-            shared = "".join(word for word in words[end:] if "scale" not in word)
+            shared = "".join(word for word in words[end:] if "scale" not in word and word not in ("weight", "inv"))
             codes = together.get("_".join(words[:end]), {})
             for first, name in codes.items():
                 others = shared[len(first) :] if shared.startswith(first) else ""

@@ -346,13 +346,14 @@ HQQ = {"quant_method": "hqq"}
         (None, ("a.qdata", (64, 32), "U8"), ("a_scales", (64, 2), "F32"), {}),
         (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("l.0.q_proj_weight_scale", (), "F32"), {}),
         (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("scales.l.0.q_proj", (1,), "F32"), {}),
+        (None, ("a.weight", (6, 16), "I8"), ("scales.a", (6,), "F32"), {}),
         (
             None,
             ("l.0.q_proj.weight", E4M3, "F8_E4M3"),
             ("l.0.qkv_scale", (2,), "F32"),
             {"l.0.k_proj.weight": (E4M3, "F8_E4M3")},
         ),
-        (None, ("a.w1.weight", E4M3, "F8_E4M3"), ("a.w13_scale", (), "F32"), {"a.w3.weight": (E4M3, "F8_E4M3")}),
+        (None, ("a.w1.weight", E4M3, "F8_E4M3"), ("a.w13_weight_scale", (), "F32"), {"a.w3.weight": (E4M3, "F8_E4M3")}),
     ],
 )
 def test_codes_beside_what_no_format_has_are_named_with_it(config, codes, beside, others):
