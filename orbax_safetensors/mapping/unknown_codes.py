@@ -138,10 +138,14 @@ def _groups_beside(name: str, names: Sequence[str], stored: StoredTypes) -> Iter
     is_integer = dtype in INTEGER_CODES and not COUNTS.search(name)
     for beside in (*_with_prefix(f"{module}.", names), *_with_prefix(f"{module}_", names)) if module else ():
         rest, found = beside[len(module) + 1 :], stored[beside][0]
-        if beside == name or "." in rest or _PLAIN.search(rest) or min(len(found), len(shape)) < 2:
+        if beside == name or "." in rest or _PLAIN.search(rest) or min(len(found), len(shape) - 1) < 1:
             continue
-        is_parameter = _PARAMETER.search(rest) and found[0] == shape[0]
-        if is_parameter and (len(found) == len(shape) or is_weight(name)):
+        is_parameter = _PARAMETER.search(rest) is not None and found[0] == shape[0]
+        if len(found) == 1:
+            related = is_parameter and is_integer and _SCALE.search(rest) is not None
+        else:
+            related = is_parameter and (len(found) == len(shape) or is_weight(name))
+        if related:
             yield beside
         elif is_integer and stored[beside][1] in FLOATS and len(found) == len(shape):
             remainders = [size % groups for size, groups in zip(shape, found, strict=True) if size != groups]

@@ -343,6 +343,7 @@ HQQ = {"quant_method": "hqq"}
         (None, ("a.packed", (64, 32), "U8"), ("a.d", (64, 2), "F32"), {"a.dmin": ((64, 2), "F32")}),
         (None, ("a.data", (64, 32), "U8"), ("a.d", (64, 2), "F32"), {"a.m": ((64, 2), "F32")}),
         (None, ("a.words", (8, 64), "U32"), ("a.d", (2, 64), "F16"), {}),
+        (None, ("a.q", (64, 32), "I8"), ("a.scale", (64,), "F16"), {}),
         (None, ("a.qdata", (64, 32), "U8"), ("a_scales", (64, 2), "F32"), {}),
         (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("l.0.q_proj_weight_scale", (), "F32"), {}),
         (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("scales.l.0.q_proj", (1,), "F32"), {}),
