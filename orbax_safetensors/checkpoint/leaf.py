@@ -26,7 +26,7 @@ class Leaf:
       dtype: to store; other than the value's where a cast was asked for.
       view: the tensors that the leaf is made of: one of its own name, or those of a family.
       dtype_is_chosen: whether the caller names `dtype`.
-      is_double: whether another leaf is made of the same tensors, and a save writes that one.
+      is_double: whether other leaves have all elements of its tensors, and a save writes those.
     """
 
     name: str

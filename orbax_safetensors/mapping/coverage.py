@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from math import prod
 
 import numpy as np
@@ -13,11 +13,11 @@ from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.coalesce import disjoint
 from orbax_safetensors.geometry.pieces import Piece
-from orbax_safetensors.geometry.strided import extent, runs_of
+from orbax_safetensors.geometry.strided import extent, merged, runs_of
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import LeafShapes, Shapes, Tree
 
-# The most elements of a tensor that are counted one by one if arithmetic cannot tell whether an element is used twice.
+# The most stretches of a tensor that are compared if arithmetic cannot tell whether an element is used twice.
 _COUNTED = 2**26
 
 
@@ -89,54 +89,57 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
     return kept
 
 
-def doubles(tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> set[str]:
-    """Return the paths of leaves that are made of `shared` tensors which the leaves before them have whole."""
+def doubles(tree: Tree, shapes: Shapes) -> set[str]:
+    """Return the paths of leaves of `shared` tensors all of whose elements other leaves have.
+
+    Leaves of whole tensors come first, then those that come first in the tree.
+    """
+
+    def is_part(path: str) -> bool:
+        parts = _by_tensor([tree[path]]).items()
+        return any(sum(map(_elements, pieces)) != prod(shapes[name]) for name, pieces in parts)
+
+    kept: dict[str, list[Piece]] = {}
     paths = set()
-    used: dict[str, int] = {}
-    for path, view in tree.items() if tree.shared else ():
-        names = {whole(tensor) for tensor in view.tensors}
-        if (
-            names
-            and names <= tree.shared & shapes.keys()
-            and all(used.get(name, 0) >= prod(shapes[name]) for name in names)
+    shared = tree.shared & shapes.keys()
+    for path in sorted((path for path, view in tree.items() if not shared.isdisjoint(view.tensors)), key=is_part):
+        pieces = _by_tensor([tree[path]])
+        together = {name: [*kept.get(name, ()), *of_leaf] for name, of_leaf in pieces.items()}
+        if pieces.keys() <= shared & kept.keys() and all(
+            _distinct(together[name]) == _distinct(kept[name]) for name in pieces
         ):
             paths.add(path)
-            continue
-        for piece in view.pieces:
-            if piece.tensor is not None:
-                name = whole(piece.tensor)
-                used[name] = used.get(name, 0) + prod(map(extent, piece.dims))
+        else:
+            kept |= together
     return paths
 
 
 def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> None:
     """Check that the tree uses every element of the tensors of `shapes` once, except for its `unused` tensors.
 
-    Leaves that are `doubles` of others do not count.
+    It may use those of its `shared` tensors several times.
 
     `whole` returns the name of the tensor that a view's tensor is a part of. Raises `MappingError` with the tensors
     that are not used, or not once.
     """
-    pieces: dict[str, dict[str, list[Piece]]] = {}  # by tensor, then by the part of the tensor that is stored
+    parts: dict[str, list[list[Piece]]] = {}
+    for part, pieces in _by_tensor(tree.values()).items():
+        parts.setdefault(whole(part), []).append(pieces)
     paths: dict[str, str] = {}
-    left_out = doubles(tree, shapes, whole)
     for path, view in tree.items():
-        for piece in view.pieces if path not in left_out else ():
-            if piece.tensor is not None:
-                name = whole(piece.tensor)
-                pieces.setdefault(name, {}).setdefault(piece.tensor, []).append(piece)
-                paths.setdefault(name, path)
+        for part in view.tensors:
+            paths.setdefault(whole(part), path)
     patterns = [re.compile(pattern) for pattern in tree.unused]
     unused, wrong = [], []
     for name, shape in shapes.items():
-        parts = pieces.get(name, {}).values()
-        used = sum(prod(map(extent, piece.dims)) for part in parts for piece in part)
-        twice = any(len(part) > 1 and not _are_disjoint(part, prod(shape)) for part in parts)
-        if used == prod(shape) and (parts or not used) and not twice:
+        of_name = parts.get(name, ())
+        distinct = sum(map(_distinct, of_name))
+        used = distinct if name in tree.shared else sum(_elements(piece) for part in of_name for piece in part)
+        if used == distinct == prod(shape) and (name in parts or not used):
             continue
-        if used <= prod(shape) and not twice and any(pattern.fullmatch(name) for pattern in patterns):
+        if used == distinct <= prod(shape) and any(pattern.fullmatch(name) for pattern in patterns):
             continue
-        if not parts:
+        if name not in parts:
             unused.append(name)
         else:
             wrong.append(f"{used} of the {prod(shape)} elements of {shown(name)}, by {paths[name]} and others")
@@ -148,20 +151,41 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
         )
 
 
-def _are_disjoint(pieces: list[Piece], size: int) -> bool:
-    """Return whether no element of a tensor of `size` elements is in two of its pieces."""
+def _by_tensor(views: Iterable[View]) -> dict[str, list[Piece]]:
+    """Return the pieces of tensors that views are made of, by the tensor's name."""
+    out: dict[str, list[Piece]] = {}
+    for view in views:
+        for piece in view.pieces:
+            if piece.tensor is not None:
+                out.setdefault(piece.tensor, []).append(piece)
+    return out
+
+
+def _elements(piece: Piece) -> int:
+    return prod(map(extent, piece.dims))
+
+
+def _distinct(pieces: Sequence[Piece]) -> int:
+    """Return how many elements of a tensor are in at least one of its pieces; `MappingError` if that takes too long."""
+    if len(pieces) == 1:
+        return _elements(pieces[0])
     modes = [[mode for dim in piece.dims for mode in dim] for piece in pieces]
     sets = [runs_of(piece.offset, 1, piece_modes) for piece, piece_modes in zip(pieces, modes, strict=True)]
     if disjoint([runs for runs in sets if runs is not None]):
-        return True
-    if size > _COUNTED:
-        return False
-    seen = np.zeros(size, bool)
+        return sum(map(_elements, pieces))
+    begins, ends, count = [], [], 0  # of stretches of elements that lie one after the other
     for piece, piece_modes in zip(pieces, modes, strict=True):
-        elements = np.array(piece.offset)
-        for length, stride in piece_modes:
-            elements = np.add.outer(elements, np.arange(length) * stride)
-        if seen[elements].any():
-            return False
-        seen[elements] = True
-    return True
+        nested = merged(sorted(piece_modes, key=lambda mode: -mode[1]))
+        *outer, (length, _) = nested if nested and nested[-1][1] == 1 else (*nested, (1, 1))
+        if (count := count + extent(tuple(outer))) > _COUNTED:
+            raise MappingError(f"{shown(piece.tensor)}: its slices have over {_COUNTED} parts, too many to compare")
+        at = np.array(piece.offset)
+        for size, step in outer:
+            at = np.add.outer(at, np.arange(size) * step)
+        begins.append(at.reshape(-1))
+        ends.append(begins[-1] + length)
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    order = np.argsort(begin)
+    begin, reached = begin[order], np.maximum.accumulate(end[order])
+    begin[1:] = np.maximum(begin[1:], reached[:-1])
+    return int((reached - begin).sum())

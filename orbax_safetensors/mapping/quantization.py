@@ -18,15 +18,13 @@ from orbax_safetensors.mapping.encodings import quantized as encoded
 from orbax_safetensors.mapping.formats import FORMATS, Format, Layout
 from orbax_safetensors.mapping.quantization_config import Settings, settings_of
 from orbax_safetensors.mapping.quantized_tensor import Quantized
-from orbax_safetensors.mapping.unknown_codes import INTEGER_CODES, is_known, looks_coded, pairs, refusal
+from orbax_safetensors.mapping.unknown_codes import COUNTS, INTEGER_CODES, is_known, looks_coded, pairs, refusal
 
 # What quantised activations and caches need, and a model without quantisation does not have.
 _UNUSED = re.compile(
     r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))(?:_cache)?(?:_global)?_(?:scale|zero_point)(?:_ub)?"
     "|qscale_act"
 )
-# Integers that models also have without quantisation.
-_COUNTS = re.compile(r"(?:mask|ids?|index|indices|bias|table|tokens?|positions?)$")
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def _check_all_plain(stored: StoredTypes, error: MappingError) -> None:
         raise MappingError(f"{refusal(suspects[0], stored)}; {error}") from error
     for name in left:
         shape, dtype = stored[name]
-        is_packed = dtype in INTEGER_CODES and len(shape) > 1 and _COUNTS.search(name) is None
+        is_packed = dtype in INTEGER_CODES and len(shape) > 1 and COUNTS.search(name) is None
         if is_packed or looks_coded(name, stored):
             raise MappingError(f"{name!r}: expected plain values, found {dtype} of shape {shape}; {error}") from error
 

@@ -44,7 +44,7 @@ def from_table(
     - a function from a `View` to a `View`.
 
     A list of `(path, transform)` makes several leaves of each tensor, such as an embedding and a tied head, or its
-    slices. A save writes the first of the leaves that are made of the whole tensor.
+    slices, in any order. A save leaves out a leaf if others have all that it is made of: whole tensors come first.
 
     Args:
       stack: a table from paths to paths. The leaves whose paths become one path are stacked in front, by the number in

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence, Set
-from itertools import takewhile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import combinations, takewhile
 from math import prod
 from typing import NamedTuple
 
@@ -25,10 +26,13 @@ _NUMBERS = frozenset({*FLOATS, *EXPONENTS, "F64", "F8_E4M3"})  # of scales, what
 _WEIGHT = re.compile(r"(?:q_?)?weight|W_q$|trellis$")
 _SCALE = re.compile(r"sca?l(?!ar)|zero|absmax|codebook|g_idx")  # codes do not have such names
 _PARAMETER = re.compile(
-    rf"{_SCALE.pattern}|zp|quant|amax|lut|table|perm|smooth|hadamard|biases|inv|factor|mult|offset|shift"
+    rf"{_SCALE.pattern}|zp|quant|amax|lut|table|perm|smooth|hadamard|biases|inv(?!_freq)|factor|mult|offset|shift|(?:^|[._])s$"
 )
 _PLAIN = re.compile(r"bias(?!es)|embed")  # what layers also have beside their weights
+# Integers that models also have without quantisation.
+COUNTS = re.compile(r"(?:mask|ids?|index|indices|bias|table|tokens?|positions?)$")
 _LAYER = 16  # tensors, of which a layer has fewer
+_WORDS = 32  # of a name, which has fewer
 
 
 class Pair(NamedTuple):
@@ -54,18 +58,19 @@ def looks_coded(name: str, stored: StoredTypes) -> bool:
 def pairs(stored: StoredTypes, left: Iterable[str], tensors: Iterable[Quantized]) -> list[Pair]:
     """Return codes among the tensors that are `left`, or those of `tensors`, each with what is left and belongs to it.
 
-    Pairs with scales are the first.
+    What belongs to `tensors`, which have all that they need, says so by its name. Pairs with scales are the first.
     """
     names = sorted(left)
     out: list[Pair] = []
     for tensor in tensors:
         for name in dict.fromkeys((tensor.codes, tensor.name)):
-            out += [Pair(tensor.codes, beside) for beside in _beside(name, names, stored, _NUMBERS | INTEGER_CODES)]
+            out += [Pair(tensor.codes, beside) for beside in _beside(name, names, stored, frozenset())]
+    elsewhere = _scales_elsewhere(names, stored)
     for name in names:
         shape, dtype = stored[name]
         if dtype not in FLOAT_CODES | INTEGER_CODES or prod(shape) < 2 or _SCALE.search(_leaf(name)):
             continue
-        for beside in (*_beside(name, names, stored), *_groups_beside(name, names, stored)):
+        for beside in (*_beside(name, names, stored), *_groups_beside(name, names, stored), *elsewhere.get(name, ())):
             count = prod(stored[beside][0])
             if {dtype, stored[beside][1]} <= FLOAT_CODES:  # a model that is all in fp8
                 continue
@@ -124,15 +129,65 @@ def _beside(name: str, names: Sequence[str], stored: StoredTypes, dtypes: Set[st
 
 
 def _groups_beside(name: str, names: Sequence[str], stored: StoredTypes) -> Iterator[str]:
-    """Yield tensors of the same module that have a row for each row of `name`, and are named as parameters are."""
-    module = name[: len(name) - len(_leaf(name))]
-    shape = stored[name][0]
-    for beside in _with_prefix(module, names) if module else ():
-        rest, found = beside[len(module) :], stored[beside][0]
-        is_parameter = "." not in rest and _PARAMETER.search(rest) and not _PLAIN.search(rest)
-        has_rows = min(len(found), len(shape)) > 1 and found[0] == shape[0]
-        if is_parameter and has_rows and beside != name and (len(found) == len(shape) or is_weight(name)):
+    """Yield tensors of the same module that have a row for each row of `name`, and are named as parameters are.
+
+    Beside integers, the names of floating tensors do not matter if only one dimension differs, and is divided.
+    """
+    module = name.rpartition(".")[0]
+    shape, dtype = stored[name]
+    is_integer = dtype in INTEGER_CODES and not COUNTS.search(name)
+    for beside in (*_with_prefix(f"{module}.", names), *_with_prefix(f"{module}_", names)) if module else ():
+        rest, found = beside[len(module) + 1 :], stored[beside][0]
+        if beside == name or "." in rest or _PLAIN.search(rest) or min(len(found), len(shape) - 1) < 1:
+            continue
+        is_parameter = _PARAMETER.search(rest) is not None and found[0] == shape[0]
+        if len(found) == 1:
+            related = is_parameter and is_integer and _SCALE.search(rest) is not None
+        else:
+            related = is_parameter and (len(found) == len(shape) or is_weight(name))
+        if related:
             yield beside
+        elif is_integer and stored[beside][1] in FLOATS and len(found) == len(shape):
+            remainders = [size % groups for size, groups in zip(shape, found, strict=True) if size != groups]
+            if remainders == [0]:
+                yield beside
+
+
+def _scales_elsewhere(names: Sequence[str], stored: StoredTypes) -> Mapping[str, Sequence[str]]:
+    """Return the scales whose names have the name of the module of codes in them, by the name of the codes.
+
+    A dot is an underscore. The name of scales of several modules, as `qkv_scale`, has the beginnings of theirs.
+    """
+    modules: dict[str, list[str]] = defaultdict(list)
+    together: dict[str, dict[str, str]] = defaultdict(dict)  # by the parent of modules, and how their names begin
+    for name in names:
+        if looks_coded(name, stored):
+            weight = _WEIGHT.search(name, len(name) - len(_leaf(name)))
+            parent, _, module = (name[: weight.start()] if weight else name).rstrip("._").rpartition(".")
+            modules["_".join(_words(f"{parent}.{module}".lstrip(".")))].append(name)
+            if module[:1].isalpha():  # experts have numbers
+                together["_".join(_words(parent))][_words(module)[0]] = name
+    out: dict[str, list[str]] = defaultdict(list)
+    for beside in names if modules else ():
+        words = _words(beside)
+        if "scale" not in beside or len(words) > _WORDS:
+            continue
+        for begin, end in combinations(range(len(words) + 1), 2):
+            of = modules.get("_".join(words[begin:end]), ())
+            for name in of if any("scale" in word for word in words[:begin] + words[end:]) else ():
+                out[name].append(beside)
+        for end in range(len(words)):
+            shared = "".join(word for word in words[end:] if "scale" not in word and word not in ("weight", "inv"))
+            codes = together.get("_".join(words[:end]), {})
+            for first, name in codes.items():
+                others = shared[len(first) :] if shared.startswith(first) else ""
+                if others and any(other in others or other.endswith(others) for other in codes.keys() - {first}):
+                    out[name].append(beside)
+    return out
+
+
+def _words(name: str) -> list[str]:
+    return re.split("[._]", name)
 
 
 def _leaf(name: str) -> str:

@@ -138,6 +138,8 @@ def check_files(directory: str, most: float = inf) -> None:
 
 def _check_file(entry: os.DirEntry[str], most: float) -> None:
     facts = entry.stat()
+    if stat.S_ISDIR(facts.st_mode):
+        raise StorageError(f"{entry.path}: is a link to a directory, which is not followed")
     if not stat.S_ISREG(facts.st_mode):
         raise StorageError(f"{entry.path}: is not a regular file")
     if facts.st_size > most:

@@ -25,6 +25,9 @@ _LOCATION = re.compile(r"value:([^:]*):(.*):(\d+):(\d+)", re.DOTALL)
 # Files that TensorStore has written: of this database, of arrays that a link made, and of each process of Orbax.
 _DATA = re.compile(rf"((made|{re.escape(PROCESS_SUBDIR_PREFIX)}[^/]*)/)*d/[^/]*", re.DOTALL)
 
+# What the key of a chunk ends in after the name of its array: in version 3 of Zarr, or in version 2.
+_CHUNK = re.compile(r"(^|/)(c(/\d+)*|\d+(\.\d+)*)$")
+
 
 class TensorRange(NamedTuple):
     """The bytes of a tensor in its file, `[begin, end)`."""
@@ -40,8 +43,8 @@ def index_faults(
     """Return the faults of the index in a directory, whose files have these `tensors` by file name.
 
     Every chunk has to be in one tensor of these files, that of its array's name if `names_tensors`, or in a file that
-    Orbax or TensorStore has written and that is long enough, and no two may share a byte of a tensor. Raises
-    `StorageError` if the index cannot be read.
+    Orbax or TensorStore has written and that is long enough, and no two of an array may share a byte of a tensor.
+    Raises `StorageError` if the index cannot be read.
     """
     chunks = defaultdict(list)  # of each file
     needed: dict[str, int] = defaultdict(int)  # bytes of the files that TensorStore has written
@@ -61,16 +64,17 @@ def index_faults(
     for file, ranges in chunks.items():
         extents = sorted(tensors[file])
         begins = [extent.begin for extent in extents]
-        last = (0, "")
+        last: dict[str, tuple[int, str]] = {}  # of each array: several may be made of one tensor
         for begin, end, key in sorted(ranges):
-            at = bisect_right(begins, begin) - 1
+            at, array = bisect_right(begins, begin) - 1, _CHUNK.sub("", key)
+            before = last.get(array, (0, ""))
             if at < 0 or end > extents[at].end:
                 faults.append(IndexFileError(f"{where}: {key!r}: bytes {begin} to {end} of {file} are of no tensor"))
             elif names_tensors and extents[at].name and not key.startswith(f"{extents[at].name}/"):
                 faults.append(IndexFileError(f"{where}: {key!r}: lies in the tensor {extents[at].name!r} of {file}"))
-            elif begin < last[0]:
-                faults.append(IndexFileError(f"{where}: {key!r} and {last[1]!r} share bytes of {file}"))
-            last = max(last, (end, key))
+            elif begin < before[0]:
+                faults.append(IndexFileError(f"{where}: {key!r} and {before[1]!r} share bytes of {file}"))
+            last[array] = max(before, (end, key))
     return faults
 
 

@@ -21,6 +21,8 @@ from orbax_safetensors.storage.store import File, Store, find_small
 # `"saved": {...}` from a save or `"linked": {...}` from a link, each with `"family"` and `"variant"`.
 NOTE_FILE = "_LINKED_FILES"
 
+_FACTS = ("nbytes", "header_sha256")  # of each file; later versions may have noted more
+
 _MAX_BYTES = 64 * 2**20
 _MAX_INDEX_BYTES = 2**30
 _PIECE_BYTES = 2**20
@@ -137,8 +139,9 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
         for name in (*files, *index):
             _check_name(name)
         for facts in files.values():
-            if facts.keys() != {"nbytes", "header_sha256"}:
+            if not facts.keys() >= set(_FACTS):
                 raise TypeError(f"expected the size and the digest of the header of each file, found {facts!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
+    files = {name: {fact: facts[fact] for fact in _FACTS} for name, facts in files.items()}
     return IndexNote(files, names_tensors, index, *made_by)

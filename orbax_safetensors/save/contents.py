@@ -120,7 +120,7 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     nearest = nearest_to(leaves, known, config, stored)
     viewed, tensors, switches = with_variant(attempt, request.variant, nearest)
     if twice := [leaf.name for leaf in viewed if leaf.is_double]:
-        logger.warning("These leaves are not saved, as earlier leaves are made of the same tensors: %s", some(twice))
+        logger.warning("These leaves are not saved, as other leaves are made of the same tensors: %s", some(twice))
     copied: list[Leaf] = []
     if reference is not None:
         unused = [name for name in reference.checkpoint.tensors if name not in tensors]

@@ -340,6 +340,21 @@ HQQ = {"quant_method": "hqq"}
             ("a.scales", (6, 1, 1, 1), "F16"),
             {"a.codebooks": ((2, 9, 1, 8), "F16")},
         ),
+        (None, ("a.packed", (64, 32), "U8"), ("a.d", (64, 2), "F32"), {"a.dmin": ((64, 2), "F32")}),
+        (None, ("a.data", (64, 32), "U8"), ("a.d", (64, 2), "F32"), {"a.m": ((64, 2), "F32")}),
+        (None, ("a.words", (8, 64), "U32"), ("a.d", (2, 64), "F16"), {}),
+        (None, ("a.q", (64, 32), "I8"), ("a.scale", (64,), "F16"), {}),
+        (None, ("a.qdata", (64, 32), "U8"), ("a_scales", (64, 2), "F32"), {}),
+        (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("l.0.q_proj_weight_scale", (), "F32"), {}),
+        (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("scales.l.0.q_proj", (1,), "F32"), {}),
+        (None, ("a.weight", (6, 16), "I8"), ("scales.a", (6,), "F32"), {}),
+        (
+            None,
+            ("l.0.q_proj.weight", E4M3, "F8_E4M3"),
+            ("l.0.qkv_scale", (2,), "F32"),
+            {"l.0.k_proj.weight": (E4M3, "F8_E4M3")},
+        ),
+        (None, ("a.w1.weight", E4M3, "F8_E4M3"), ("a.w13_weight_scale", (), "F32"), {"a.w3.weight": (E4M3, "F8_E4M3")}),
     ],
 )
 def test_codes_beside_what_no_format_has_are_named_with_it(config, codes, beside, others):
@@ -377,6 +392,7 @@ PLAIN = {
     "router.per_expert_scale": ((5,), "BF16"),
     "layers.0.layer_scalar": ((1,), "BF16"),
     "tokens.table": ((5, 2), "I32"),
+    "tokens.weight": ((5, 1), "F32"),
     "allowed": ((5, 5), "BOOL"),
     "empty.weight": ((0, 4), "F8_E4M3"),
 }
@@ -391,9 +407,15 @@ def test_plain_tensors_stay_plain_whatever_the_config_says(config):
     assert bool(found.fault) == (config not in (None, FP8, INT4, GPTQ, BNB))
 
 
+LINEAR = {"weight": (E4M3, "F8_E4M3"), "bias": ((6,), "BF16")}
+
+
 def test_plain_fp8_has_no_scales():
     stored = {"a.weight": (E4M3, "F8_E4M3"), "a.bias": ((6,), "BF16"), "a.norm.weight": ((6,), "F32")}
     stored |= {"lstm.weight_hh_l0": (E4M3, "F8_E4M3"), "lstm.bias_hh_l0": ((6,), "BF16")}
+    stored |= dict.fromkeys(("logit_scale", "layers.0.layer_scale", "experts.10.router_scale"), ((6,), "BF16"))
+    modules = ("layers.0.q", "upscale", *(f"experts.{number}.up" for number in range(11)))
+    stored |= {f"{module}.{name}": facts for module in modules for name, facts in LINEAR.items()}
     stored |= {"flow.translate": ((2, 1), "F8_E4M3"), "flow.log_scale": ((2, 1), "F8_E4M3")}
     assert not quantization(None, stored).tensors
 
@@ -481,6 +503,8 @@ def test_scales_that_no_group_can_have(scales):
         (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, fp8((256,))),
         (compressed(num_bits=4, strategy="group", group_size=32), MX4),
         (INT4, PACKED | {"a.input_zero_point": ((1,), "I8"), "attn.k_cache_scale": ((), "F32")}),
+        (None, fp8(()) | {"a.layer_norm_weight": ((256,), "BF16"), "a._extra_state": ((9,), "U8")}),
+        (None, fp8(()) | {"a.A_log": ((16,), "BF16"), "a.D": ((16,), "F32"), "a.inv_freq": ((16,), "F32")}),
     ],
 )
 def test_files_that_their_config_allows_are_decoded(config, stored):

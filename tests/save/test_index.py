@@ -426,10 +426,20 @@ def test_addresses_that_share_bytes(two_files):
     assert "'a/c/1' and 'a/c/0' share bytes" in str(fault)
 
 
+def test_a_note_of_a_later_version_may_say_more(two_files):
+    note = json.loads((two_files / "_LINKED_FILES").read_text())
+    for facts in note["files"].values():
+        facts["etag"] = "x"
+    (two_files / "_LINKED_FILES").write_text(json.dumps(note | {"more": 1}))
+    assert ost.verify(two_files) == []
+    assert sorted(ost.SafetensorsHandler().restore(epath.Path(two_files))) == ["a", "b"]
+
+
 BAD = {
     "_METADATA": [b"", b"{", b"[]", b'{"tree_metadata": 3}', b"\xff", b"null"],
     "_sharding": [b"", b"{", b"[]", b'{"a": 3}', b'{"!": "{}"}', b"null"],
     "_LINKED_FILES": [b"", b"{", b"[]", b'{"files": 3}', b'{"files": {}, "saved": 3}', b"null"]
+    + [b'{"files": {"x": {"nbytes": 1}}, "names_tensors": true}', b'{"files": {"x": 3}, "names_tensors": true}']
     + [b'{"files": {}, "saved": {"family": 3}}', b'{"files": {}, "saved": {"variant": [1]}}']
     + [
         b'{"files": {}, "names_tensors": true, "linked": 3}',
