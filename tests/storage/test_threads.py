@@ -104,3 +104,22 @@ def test_a_loop_without_a_thread_is_not_kept(monkeypatch):
         start_only(patched, 0)
         event_loop.Requests().run("it", asyncio.sleep(0))
     assert not event_loop._loops
+
+
+@pytest.mark.parametrize(
+    ("url", "more"),
+    [
+        ("http://127.0.0.1:1/model.safetensors?Signature=SECRET", {}),
+        ("hf://owner/name", {"endpoint": "http://127.0.0.1:1", "token": False}),
+        ("memory://models/model.safetensors", {}),
+    ],
+)
+def test_a_request_without_a_thread_is_no_answer(monkeypatch, url, more):
+    """Of no server, and not made again."""
+    event_loop.Requests().run("it", asyncio.sleep(0))  # starts the loop's own thread
+    attempts = []
+    monkeypatch.setattr(event_loop, "start", lambda *args: attempts.append(args) or start(*args))
+    start_only(monkeypatch, 0)
+    with pytest.raises(ost.StorageError, match=f"^{REFUSED}"):
+        ost.open_checkpoint(url, options=ost.SafetensorsOptions(storage_options=more))
+    assert len(attempts) == 1
