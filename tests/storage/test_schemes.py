@@ -91,7 +91,8 @@ def test_a_key_on_several_lines(name):
 
 
 @pytest.mark.parametrize(
-    "url", ["http://host/", "http://host/?token=a&/", "s3://bucket/", "hf://owner/name/", "memory://", "s3://", "http://"]
+    "url",
+    ["http://host/", "http://host/?token=a&/", "s3://bucket/", "hf://owner/name/", "memory://", "s3://", "http://"],
 )
 def test_a_url_that_is_not_text(url):
     with pytest.raises(StorageError, match="is a URL that is not text"):
