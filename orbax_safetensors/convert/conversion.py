@@ -25,7 +25,7 @@ from orbax_safetensors.devices.sharding import num_processes
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.families import DEQUANTIZED
-from orbax_safetensors.options import Progress, SafetensorsOptions
+from orbax_safetensors.options import Progress, SafetensorsOptions, check_progress
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import peak_bytes
@@ -308,8 +308,9 @@ def _run(
 
     def prepared() -> str:
         nonlocal job, progress
+        check_progress(progress, "progress")  # here, so that all processes fail
         request = build()
-        progress = progress or request.options.progress
+        progress = request.options.progress if progress is None else progress
         job = prepare(request)
         return f"resume={resume!r} {request.facts} {job.digest}"
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import zlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -72,7 +73,8 @@ def apply_delta(
             _copy(base, workspace.path)
             _change(read_checkpoint(workspace.path), version, store, options.threads or LocalStore.cost.requests)
             if version.recorded is not None:
-                recorded = check(read_checkpoint(workspace.path), version.recorded, options, _CAUSES)
+                quiet = replace(options, progress=None)  # what is compared is the last pass of several
+                recorded = check(read_checkpoint(workspace.path), version.recorded, quiet, _CAUSES)
                 write_small(LocalStore(), os.path.join(workspace.path, CHECKSUMS_NAME), encode(recorded))
         workspace.finish()
     finally:

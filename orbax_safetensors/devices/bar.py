@@ -13,7 +13,7 @@ import jax
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.amounts import human_bytes, human_seconds
-from orbax_safetensors.options import Progress, check_progress
+from orbax_safetensors.options import Progress
 
 # Seconds between two lines of progress in a log.
 _LINE_SECONDS = 5.0
@@ -102,7 +102,6 @@ def passing(progress: Progress | bool | None, label: str) -> Iterator[Progress |
 
     The other processes of the agreement raise a `StorageError`. True is a bar with a `label`, on stderr of process 0.
     """
-    check_progress(progress, "progress")
     if progress is True:
         first = not jax.distributed.is_initialized() or jax.process_index() == 0  # a single process starts no devices
         with Bar(label, sys.stderr if first else None) as bar:

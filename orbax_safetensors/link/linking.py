@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Unpack
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.link.link_job import LinkPlan, prepare
+from orbax_safetensors.link.link_job import LinkJob, LinkPlan, prepare
 from orbax_safetensors.link.link_request import CHUNK_BYTES, LinkArguments, LinkRequest
-from orbax_safetensors.options import Progress
+from orbax_safetensors.options import Progress, check_progress
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import peak_bytes
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
@@ -105,22 +104,26 @@ def link(
       HeaderError, IndexFileError: the source is not valid.
     """
     started = time.perf_counter()
-    request = partial(
-        LinkRequest.of,
-        source,
-        destination,
-        family=family,
-        variant=variant,
-        mesh=mesh,
-        spec=spec,
-        like=like,
-        chunk_bytes=chunk_bytes,
-        memory_bytes=memory_bytes,
-        hard_links=hard_links,
-    )
+
+    def prepared() -> LinkJob:
+        check_progress(progress, "progress")
+        request = LinkRequest.of(
+            source,
+            destination,
+            family=family,
+            variant=variant,
+            mesh=mesh,
+            spec=spec,
+            like=like,
+            chunk_bytes=chunk_bytes,
+            memory_bytes=memory_bytes,
+            hard_links=hard_links,
+        )
+        return prepare(request)
+
     job = together(
         new_key("job"),  # as of a conversion: a process that begins one meets this, and all fail
-        lambda: prepare(request()),
+        prepared,
         lambda job: f"resume={resume!r} {job.staging.record}",
         check=same_arguments,
     )

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
-from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.storage.event_loop import in_thread
 from orbax_safetensors.storage.paths import shown
 from orbax_safetensors.storage.remote import COST, RemoteFile, Request, ServerStore, changed
@@ -147,7 +147,7 @@ class FsspecStore(ServerStore):
             fault: Exception
             try:
                 return await in_thread(in_turn)
-            except (FileNotFoundError, WrongAnswerError):
+            except (SafetensorsError, FileNotFoundError, WrongAnswerError):
                 raise
             except (ConnectionError, TimeoutError) as error:
                 fault = RefusedError(self._said(error))

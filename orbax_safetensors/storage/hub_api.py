@@ -136,6 +136,8 @@ class HubApi:
             return await in_thread(function, self._seconds)
         except OfflineModeIsEnabled:
             fault = OfflineModeIsEnabled()
+        except SafetensorsError:  # which is a ValueError, and no answer of the Hub
+            raise
         except HfHubHTTPError as error:
             fault = self._refused(error, repository, revision)
         except HFValidationError:

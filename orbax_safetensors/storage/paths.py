@@ -31,14 +31,16 @@ _OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
 _REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)")
 # A path that may stand for a repository, and not for a file.
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
+# What Python makes of the bytes of an argument that are not UTF-8: no request can name them.
+_NOT_TEXT = re.compile("[\ud800-\udfff]")
 _PART = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     """Return a path, with the home directory for `~`, or a URL.
 
-    Raises `StorageError` if it is empty, a URL in which `pathlib` has left out a slash, or one that has credentials but
-    should not, and `TargetTypeError` if it is not a path.
+    Raises `StorageError` if it is empty, a URL in which `pathlib` has left out a slash, one that has credentials but
+    should not, or one that is not text, and `TargetTypeError` if it is not a path.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         raise TargetTypeError(f"path: expected a str or an os.PathLike, found {path!r:.200}")
@@ -52,6 +54,8 @@ def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
             f"with this beginning as ./{shown(text)}"
         )
     _check_credentials(text)
+    if is_url(text) and _NOT_TEXT.search(text):
+        raise StorageError(f"{shown(text)}: is a URL that is not text: it has bytes that are not UTF-8")
     return os.path.expanduser(text)
 
 

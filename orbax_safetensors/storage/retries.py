@@ -34,8 +34,8 @@ _WRONG_ANSWERS = 3
 # The metadata service of a machine with a role answers in milliseconds: after these seconds, the machine has no role.
 _METADATA_SECONDS = 3.0
 
-# Names of options that are secrets.
-_SECRETS = re.compile("key|pass|sas|secret|token")
+# Names of options that are secrets. Their case is the caller's.
+_SECRETS = re.compile("key|pass|sas|secret|token", re.IGNORECASE)
 
 _RETRYABLE_STATUSES = frozenset({408, 425, 429})  # and all from 500 on, except the fatal ones
 _FATAL_STATUSES = frozenset({501, 505, 506, 508, 510, 511})
@@ -122,8 +122,9 @@ class Retries:
                 ended = FileNotFoundError(path)
             except (exceptions.BaseError, WrongAnswerError, RefusedError) as error:
                 failure = _Failure(path, error)
-            except (ValueError, OverflowError):  # of obstore, which has no date after the year 9999
-                failure = _Failure(path, WrongAnswerError("the server sent a date or a number that cannot be"))
+            except (ValueError, OverflowError) as error:  # such as a date after the year 9999, which obstore has not
+                said = f"the answer cannot be read ({type(error).__name__}: {reason(error)})"
+                failure = _Failure(path, WrongAnswerError(said))
             if ended is not None:
                 raise ended
             wrong += failure.wrong

@@ -93,7 +93,7 @@ def store_of(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple
     options = _from_environment(scheme) | options
     http = HttpOptions.taken(options, plain=_is_plain(options))
     for name, value in options.items():  # obstore would panic
-        if isinstance(value, str) and not value.isprintable() and not name.endswith("service_account_key"):
+        if isinstance(value, str) and not value.isprintable() and not name.lower().endswith("service_account_key"):
             raise SafetensorsError(f"storage_options: {name} has a character that no header has, such as a newline")
     config: Any = {"config": options}
     if scheme in S3 and (provider := credentials.aws_profile(options)) is not None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
 
 from orbax_safetensors.errors import StorageError
-
-_T = TypeVar("_T")
 
 # What Python says, with no class of its own, when the system refuses.
 _REFUSED = "start new thread"
@@ -22,28 +19,15 @@ class Threads(ThreadPoolExecutor):
     `submit` and `map` raise `StorageError` if there is none at all.
     """
 
-    _any = False
-
-    def submit(self, function: Callable[..., _T], /, *args: Any, **more: Any) -> Future[_T]:
-        """Have a thread call `function`; see `ThreadPoolExecutor`."""
-        future: Future[_T] = Future()
-
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function(*args, **more))
-                except BaseException as error:
-                    future.set_exception(error)
-
+    # Private to Python, and alike in 3.11 to 3.13: `submit` calls it once it has queued the call, which a running thread
+    # takes if no other starts. No public method lies between the two.
+    def _adjust_thread_count(self) -> None:
         try:
             with refusals():
-                super().submit(work)
-                self._any = True
+                super()._adjust_thread_count()
         except StorageError:
-            # The pool has queued the call before it failed to start a thread for it: another one takes it.
-            if not self._any:
+            if not self._threads:
                 raise
-        return future
 
 
 def start(work: Callable[[], object], name: str) -> threading.Thread:

@@ -128,6 +128,8 @@ class Client:
         """
         try:
             return await in_thread(lambda: self._followed(url, {**self._headers, **headers}, nbytes), self._seconds)
+        except SafetensorsError:  # which is a ValueError, and no answer of the server
+            raise
         except (OSError, HTTPException, ValueError) as error:
             fault = self._no_answer(error)
         # Raised outside the handler: the error may hold the URL or a header.

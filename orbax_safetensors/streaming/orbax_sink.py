@@ -53,6 +53,12 @@ class OrbaxSink(Sink):
         # For tiles, and for what is made of them.
         self._budget = Budget(2 * self.writers * batch_bytes)
         self._counting = threading.Lock()
+        self._moved_bytes = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """See `Sink`."""
+        return self._moved_bytes
 
     @property
     def arrays(self) -> tuple[PlannedArray, ...]:
@@ -88,6 +94,9 @@ class OrbaxSink(Sink):
         """See `Sink`. Each tile is stored when this returns: no kill of the process can undo it."""
         self.check_others()
         finish_all(map(self._begin, tiles, arrays))
+        with self._counting:
+            self.counters.num_requests += sum(num_chunks(tile.box, self._leaves[tile.name]) for tile in tiles)
+            self.counters.nbytes += sum(array.nbytes for array in arrays)
 
     def _begin(self, tile: Tile, array: np.ndarray) -> Future[None]:
         writing = begin_write(
@@ -98,13 +107,13 @@ class OrbaxSink(Sink):
             copies=2 if self.workspace.compression else 1,
             where=f"{self.workspace.destination}: {tile.name!r}",
         )
-        requests, nbytes = num_chunks(tile.box, self._leaves[tile.name]), array.nbytes
+        nbytes = array.nbytes
 
         def count(_: Future[None]) -> None:
             with self._counting:
-                self.counters.num_requests += requests
-                self.counters.nbytes += nbytes
+                self._moved_bytes += nbytes
 
+        # Good enough for progress only: a future wakes those who wait for it before it calls this.
         writing.add_done_callback(count)
         return writing
 

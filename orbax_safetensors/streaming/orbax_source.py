@@ -20,9 +20,10 @@ from orbax_safetensors.streaming.cutting import check_fits
 from orbax_safetensors.streaming.tiles import Tile, nbytes
 from orbax_safetensors.transfer.engine import Counters
 
-# Compressed chunks hold far less than this many bytes for each of theirs. Beyond `_SMALL`, files that are to hold more
-# have metadata of arrays that nobody has stored, and would be moved as zeros for years.
-_MOST_DECODED = 2**16
+# Compressed chunks hold less than this many bytes for each of theirs: of zeros that stock Orbax saves, up to 30,700; of
+# anything, about 32,768, which is the limit of Zstandard. Beyond `_SMALL`, files that are to hold more have metadata of
+# arrays that nobody has stored, and would be moved as zeros for years.
+_MOST_DECODED = 2**18
 _SMALL = 2**34
 
 Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays

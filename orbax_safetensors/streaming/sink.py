@@ -56,6 +56,11 @@ class Sink:
     _looked: float
 
     @property
+    def moved_bytes(self) -> int:
+        """The bytes of arrays that are stored so far, for progress: also those of a `write` that has not returned."""
+        return self.counters.nbytes
+
+    @property
     def arrays(self) -> tuple[PlannedArray, ...]:
         """The arrays of a checkpoint of Orbax; empty for safetensors files."""
         return ()

@@ -24,7 +24,7 @@ from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPl
 from orbax_safetensors.streaming.cutting import step_bytes
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, nbytes
-from orbax_safetensors.transfer.engine import Counters, batches
+from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.figures import looked_at
 from orbax_safetensors.transfer.progress import SECONDS
 
@@ -81,7 +81,7 @@ class TileJob:
             left = [unit for unit in range(len(sink.units)) if not sink.has(unit)]
             early, last = self._share_of(left, jax.process_index(), jax.process_count())
             sink.expect([*early, *last])
-            moved = _Moved(progress, sum(map(self._nbytes, (*early, *last))), sink.counters)
+            moved = _Moved(progress, sum(map(self._nbytes, (*early, *last))), sink)
             self._move(early, moved)
             sink.commit(lambda: self._move(last, moved) if last else None)
 
@@ -154,10 +154,10 @@ class _Moved:
     Until then, a byte counts half when it is read, and half when it is written.
     """
 
-    def __init__(self, progress: Progress | None, total: int, written: Counters) -> None:
-        """Tell that nothing has moved yet. `written` are the counters of the sink."""
-        self._progress, self._total, self._counters = progress, total, written
-        self._before = written.nbytes
+    def __init__(self, progress: Progress | None, total: int, sink: Sink) -> None:
+        """Tell that nothing has moved yet."""
+        self._progress, self._total, self._sink = progress, total, sink
+        self._before = sink.moved_bytes
         self._read = self._written = self._told = 0
         self._tell(0)
 
@@ -174,7 +174,7 @@ class _Moved:
 
     def look(self, batch: int = 0, share: float = 0) -> None:
         """Tell how much has moved if that is worth it, with this share of a batch that is being read."""
-        written = max(self._counters.nbytes - self._before, self._written)
+        written = max(self._sink.moved_bytes - self._before, self._written)
         done = (self._read + int(batch * share) + written) // 2
         if self._told + _STEP_BYTES <= done < self._total:
             self._tell(done)

@@ -16,6 +16,7 @@ from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.mapping import Family, View, from_table, stack, tensor
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
+from orbax_safetensors.streaming import orbax_source
 from orbax_safetensors.streaming.open_source import open_source
 from tests.support.family_samples import Sample
 from tests.support.sharded_files import write_pieces
@@ -244,6 +245,14 @@ def test_arrays_of_orbax_that_no_files_hold(tmp_path, within):
         with pytest.raises(ost.StorageError, match="files of .* bytes cannot hold its arrays, of 9007199254740992"):
             within(2**20, call)
     assert not (tmp_path / "b").exists()
+
+
+def test_zeros_of_orbax_are_far_from_what_no_files_hold(tmp_path, monkeypatch):
+    zeros = np.zeros(2**25, np.float32)
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)).save(tmp_path / "a", {"w": zeros})
+    monkeypatch.setattr(orbax_source, "_SMALL", 0)
+    source = open_source(str(tmp_path / "a"), 2**28)
+    assert 4 * zeros.nbytes < orbax_source._MOST_DECODED * source.stored_bytes
 
 
 # Descriptions of families.

@@ -14,6 +14,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import Gather
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.streaming import orbax_sink
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.files_sink import FilesSink
@@ -353,3 +354,20 @@ def test_a_plan_hashes_no_tiles(tmp_path, monkeypatch):
     assert sum(cost.nbytes for cost in ost.plan_reshard(HF, tmp_path / "to", memory_bytes=SMALL).processes) == NBYTES
     with pytest.raises(ost.StorageError, match="ZeroDivisionError"):
         ost.reshard(HF, tmp_path / "to", memory_bytes=SMALL)
+
+
+def test_figures_are_whole_however_late_callbacks_run(monkeypatch, tmp_path):
+    """A future wakes those who wait for it before it calls them."""
+    begin_write, late = orbax_sink.begin_write, []
+
+    def begin(*args, **more):
+        writing = begin_write(*args, **more)
+        writing.add_done_callback = late.append
+        return writing
+
+    monkeypatch.setattr(orbax_sink, "begin_write", begin)
+    arguments = {"to": "orbax", "family": "maxtext", "memory_bytes": SMALL}
+    (cost,) = ost.plan_convert(HF, tmp_path / "to", **arguments).processes
+    done = ost.convert(HF, tmp_path / "to", **arguments)
+    assert late
+    assert (done.nbytes, done.requests) == (cost.nbytes, cost.read_requests + cost.write_requests)

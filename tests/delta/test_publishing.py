@@ -279,6 +279,10 @@ def test_the_bytes_that_are_read_are_told(steps, tmp_path, monkeypatch):
     assert (told[0], told[-1]) == ((0, total), (total, total))
     assert {total // 2, total * 3 // 4} <= {bytes for bytes, _ in told}
 
+    told.clear()
+    ost.apply_delta(steps[0], done.path, tmp_path / "made", options=options)
+    assert told == []  # of several passes over the files, the last is none to tell of alone
+
     def stop(done, total):
         raise InterruptedError("enough")
 

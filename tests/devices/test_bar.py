@@ -1,12 +1,17 @@
 """The bar of `progress=True`, and errors of a callback that stay what they are."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.convert import conversion
 from orbax_safetensors.devices import bar
+from orbax_safetensors.devices.agreement import together
 from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.link import linking
 
 
 def test_what_the_callback_raises_passes_through_agreements():
@@ -45,13 +50,30 @@ def test_true_is_a_bar_for_every_job(tmp_path, capsys, monkeypatch):
     ]
 
 
+def test_false_draws_none_whatever_the_options_say(tmp_path, capsys):
+    ost.save(tmp_path / "from", {"w": jnp.ones((64, 64))})
+    bars = ost.SafetensorsOptions(progress=True)
+    ost.convert(tmp_path / "from", tmp_path / "orbax", to="orbax", progress=False, options=bars)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("progress", ["yes", 1])
-def test_it_is_a_function_or_true(progress, tmp_path):
+def test_it_is_a_function_or_true(progress, tmp_path, monkeypatch):
     with pytest.raises(ost.SafetensorsError, match="progress is .*, must be a function, or True for a bar"):
         ost.SafetensorsOptions(progress=progress)
     ost.save(tmp_path / "from", {"w": jnp.ones(3)})
-    with pytest.raises(ost.SafetensorsError, match="^progress is .*, must be a function, or True for a bar"):
-        ost.convert(tmp_path / "from", tmp_path / "to", to="orbax", progress=progress)
+    for module, call in ((conversion, partial(ost.convert, to="orbax")), (linking, ost.link)):
+        agreed = []
+
+        def spy(*args, agreed=agreed, **more):
+            agreed.append(together(*args, **more))
+            return agreed[0]
+
+        monkeypatch.setattr(module, "together", spy)
+        with pytest.raises(ost.SafetensorsError, match="^progress is .*, must be a function, or True for a bar"):
+            call(tmp_path / "from", tmp_path / "to", progress=progress)
+        assert not agreed, "other processes would go on, and wait for this one"
+        assert not (tmp_path / "to").exists()
 
 
 def test_other_processes_than_the_first_draw_nothing(capsys, monkeypatch):

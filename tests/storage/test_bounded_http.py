@@ -128,7 +128,7 @@ def test_a_date_that_cannot_be_is_none(head):
 @pytest.mark.parametrize("date", [b"Fri, 31 Dec 9999 23:59:59 -2359", b"Sat, 01 Jan 10000 00:00:00 GMT"])
 def test_a_date_that_obstore_cannot_have_is_an_error(date):
     head = PART + b"Connection: close\r\nContent-Length: 73\r\nLast-Modified: " + date + b"\r\n\r\n"
-    with server(head + b"x" * 73, b"") as url, pytest.raises(StorageError, match="a date or a number that cannot be"):
+    with server(head + b"x" * 73, b"") as url, pytest.raises(StorageError, match="the answer cannot be read .*Error: "):
         read(f"{url}/x")
 
 

@@ -1,6 +1,7 @@
 """Which store a path belongs to, and what the environment says of how to get there."""
 
 import base64
+import json
 import os
 import pathlib
 import signal
@@ -12,6 +13,7 @@ import obstore
 import pytest
 from etils import epath
 
+import orbax_safetensors as ost
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.schemes import store_of
@@ -79,6 +81,22 @@ def test_what_the_environment_says(place, monkeypatch):
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)
     check(place.url)
+
+
+@pytest.mark.parametrize("name", ["service_account_key", "GOOGLE_SERVICE_ACCOUNT_KEY"])
+def test_a_key_on_several_lines(name):
+    key = {"client_email": "a@b", "private_key_id": "1", "private_key": "", "disable_oauth": True}
+    store, _ = store_of("gs://bucket/x", {name: json.dumps({**key, "gcs_base_url": "http://127.0.0.1:1"}, indent=2)})
+    assert store.root == "gs://bucket"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://host/", "http://host/?token=a&/", "s3://bucket/", "hf://owner/name/", "memory://", "s3://", "http://"],
+)
+def test_a_url_that_is_not_text(url):
+    with pytest.raises(StorageError, match="is a URL that is not text"):
+        ost.open_checkpoint(f"{url}a\udc80b")
 
 
 def test_an_emulator_of_google(gcs, monkeypatch):

@@ -233,9 +233,10 @@ def test_no_entry_tells_a_secret_in_a_url(url, tmp_path, caplog, failing, monkey
     assert not SECRET.search(caplog.text)
 
 
-def test_what_a_client_says_is_told_without_secret_options(failing):
-    options = ost.SafetensorsOptions(storage_options={"password": "SECRET"})
-    with pytest.raises(StorageError, match="no host for {'password': '[*]{3}'}") as caught:
+@pytest.mark.parametrize("name", ["password", "ROOT_PASSWORD"])
+def test_what_a_client_says_is_told_without_secret_options(failing, name):
+    options = ost.SafetensorsOptions(storage_options={name: "SECRET"})
+    with pytest.raises(StorageError, match=f"no host for {{'{name}': '[*]{{3}}'}}") as caught:
         ost.open_checkpoint("failing://host/x", options=options)
     assert_tells_no_secret(caught.value)
     with pytest.raises(SafetensorsError, match="secret_access_key has a character that no header has") as caught:

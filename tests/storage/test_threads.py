@@ -1,6 +1,9 @@
 """What needs threads does with fewer if the system starts no more, and without any says what is the matter."""
 
 import asyncio
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +14,7 @@ from orbax_safetensors.storage.threads import Threads, start
 from orbax_safetensors.streaming.comparison import compare
 from orbax_safetensors.streaming.open_source import open_source
 from orbax_safetensors.transfer.threads import run_tasks
+from tests.support import hang
 from tests.support.few_threads import start_only
 
 TREE = {f"w{number}": jnp.full((40, 50), number, jnp.float32) for number in range(8)}
@@ -28,6 +32,31 @@ def test_a_pool_goes_on_with_fewer(monkeypatch, number):
         start_only(patched, number)
         run_tasks((lambda value=value: done.append(value) for value in range(20)), 8, lambda: None)
     assert sorted(done) == list(range(20))
+
+
+def test_a_pool_is_pythons_besides():
+    """A failed task keeps no memory, not even until a collection of garbage; what is cancelled is so for its caller."""
+    assert "_adjust_thread_count" in vars(ThreadPoolExecutor), "`Threads` overrides it"
+    held, begun, may_end = [], threading.Event(), threading.Event()
+
+    def fail():
+        array = jnp.ones(4)
+        held.append(weakref.ref(array))
+        raise ValueError("wrong")
+
+    def blocked():
+        begun.set()
+        assert may_end.wait(hang.SECONDS)
+
+    with Threads(1) as pool:
+        wait([pool.submit(fail)])
+        pool.submit(blocked)
+        assert begun.wait(hang.SECONDS)
+        waiting = pool.submit(print)
+        pool.shutdown(wait=False, cancel_futures=True)
+        may_end.set()
+    assert held[0]() is None
+    assert waiting.cancelled()
 
 
 def test_without_any_thread_there_is_a_reason(monkeypatch):
@@ -75,3 +104,22 @@ def test_a_loop_without_a_thread_is_not_kept(monkeypatch):
         start_only(patched, 0)
         event_loop.Requests().run("it", asyncio.sleep(0))
     assert not event_loop._loops
+
+
+@pytest.mark.parametrize(
+    ("url", "more"),
+    [
+        ("http://127.0.0.1:1/model.safetensors?Signature=SECRET", {}),
+        ("hf://owner/name", {"endpoint": "http://127.0.0.1:1", "token": False}),
+        ("memory://models/model.safetensors", {}),
+    ],
+)
+def test_a_request_without_a_thread_is_no_answer(monkeypatch, url, more):
+    """Of no server, and not made again."""
+    event_loop.Requests().run("it", asyncio.sleep(0))  # starts the loop's own thread
+    attempts = []
+    monkeypatch.setattr(event_loop, "start", lambda *args: attempts.append(args) or start(*args))
+    start_only(monkeypatch, 0)
+    with pytest.raises(ost.StorageError, match=f"^{REFUSED}"):
+        ost.open_checkpoint(url, options=ost.SafetensorsOptions(storage_options=more))
+    assert len(attempts) == 1

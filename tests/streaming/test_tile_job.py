@@ -30,6 +30,7 @@ class Memory:
     path = identity = "memory"
     stored_bytes = last = None
     files = arrays = ()
+    moved_bytes = property(lambda self: self.counters.nbytes)
 
     def __init__(self, arrays, grains=None, fail_at=None):
         self.tensors, self.grains, self.fail_at = arrays, grains or {}, fail_at
@@ -186,7 +187,7 @@ def test_a_long_batch_is_told_of_on_its_way():
 
     def write(tiles, arrays):
         memory.counters.nbytes += size // 2
-        assert seen.wait(60)
+        assert seen.wait(hang.SECONDS)
         Memory.write(memory, tiles, arrays)
         memory.counters.nbytes += sum(array.nbytes for array in arrays) - size // 2
 
