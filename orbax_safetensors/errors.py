@@ -69,9 +69,10 @@ class IndexFileError(SafetensorsError):
     """A directory's index, or the set of files in it, does not describe one checkpoint.
 
     ```python
-    Path("/models/state/model.safetensors.index.json").write_text("{}")
+    Path("/models/broken").mkdir()
+    Path("/models/broken/model.safetensors.index.json").write_text("{}")
     try:
-        ost.open_checkpoint("/models/state")  # the index names no file
+        ost.open_checkpoint("/models/broken")  # the index names no file
     except ost.IndexFileError as error:
         print(error)
     ```
