@@ -19,8 +19,8 @@ class Threads(ThreadPoolExecutor):
     `submit` and `map` raise `StorageError` if there is none at all.
     """
 
-    # Private to Python, and alike in 3.11 to 3.13: `submit` calls it once it has queued the call, which a thread that
-    # runs takes if no other starts. No public method lies between the two.
+    # Private to Python, alike in 3.11 to 3.13: `submit` calls it once it has queued the call, which a running thread
+    # takes if no other starts. No public method lies between the two.
     def _adjust_thread_count(self) -> None:
         try:
             with refusals():

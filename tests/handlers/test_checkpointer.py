@@ -215,7 +215,8 @@ def test_no_file_of_another_checkpoint_stays(gcs, tmp_path, files, form):
             info = json.dumps({"a": {"saved_offsets": [number * 4]}})
             write(tmp_path / name, {"a": values["a"]}, {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info})
             obstore.put(gcs.store(), f"x/{name}", (tmp_path / name).read_bytes())
-    obstore.put(gcs.store(), "x/below/y", b"1")
+    for name in ("y", "config.json"):  # as of a module of the model
+        obstore.put(gcs.store(), f"x/below/{name}", b"1")
     with checkpointer_of(gcs) as checkpointer:
         assert checkpointer.restore(f"{gcs.url}/x")
         args = ost.SafetensorsSave(values, max_file_bytes={3: 4, 2: 8, 1: 100}[files])
