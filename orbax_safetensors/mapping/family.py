@@ -117,7 +117,7 @@ class Tree(dict[str, View]):
         super().__init__(leaves)
         self.unused: tuple[str, ...] = _patterns("unused", unused)
         self.optional: tuple[str, ...] = _patterns("optional", optional)
-        self.shared = frozenset(shared)
+        self.shared: frozenset[str] = frozenset(shared)
 
 
 def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
