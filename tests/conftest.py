@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import full_size
+from tests.support import full_size, hang
 
 # Object stores on this machine.
 pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers", "tests.support.both_devices"]
@@ -21,6 +21,12 @@ pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers", "test
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A shell lets what it starts in the background ignore interrupts, and so would what the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand the one number for all waits to this process, and to those that tests start."""
+    hang.SECONDS = float(config.getini("faulthandler_timeout")) or hang.SECONDS
+    os.environ[hang.VARIABLE] = str(hang.SECONDS)
 
 
 @pytest.fixture
