@@ -29,7 +29,7 @@ _MAX_BYTES = 2**63 - 1
 
 @contextlib.contextmanager
 def explicit_transfers() -> Iterator[None]:
-    """Let JAX count transfers between host and devices as explicit: whoever restores or saves asks for them.
+    """Let JAX count transfers between host and devices as explicit: a caller asks for them by a restore or a save.
 
     JAX counts arrays that are made by callbacks, and what programs take from NumPy, as implicit, which its transfer
     guard "disallow" refuses. Raises `SafetensorsError` if the guard also refuses explicit transfers.
