@@ -55,6 +55,7 @@ class TestFp8:
 
     @pytest.mark.parametrize("axis", range(4))
     @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+    @pytest.mark.both_devices
     def test_shards(self, model, axis, dtype):
         directory, bf16, exact = model
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -188,6 +189,7 @@ class TestFp8:
             checkpointer().restore(directory)
 
 
+@pytest.mark.both_devices
 def test_an_aligned_tensor_is_decoded_too(tmp_path, rng):
     """Its codes lie where elements could be shared with the file."""
     codes, scales = random_bits(rng, (32, 48), F8), np.ones((32, 1), np.float32)
@@ -226,6 +228,7 @@ class TestMxfp4:
 
     @pytest.mark.parametrize("spec", [("x",), (None, "x"), (None, None, "x"), ("y", None, "x")], ids=str)
     @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+    @pytest.mark.both_devices
     def test_shards(self, model, spec, dtype):
         directory, family, wanted = model
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

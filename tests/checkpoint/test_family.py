@@ -165,6 +165,7 @@ class TestRestore:
         same_tree(checkpointer(family="toy.model").restore(model), expected(tensors))
 
     @pytest.mark.parametrize("axis", range(4))
+    @pytest.mark.both_devices
     def test_sharded_over_any_dimension(self, model, tensors, axis):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
         wanted = expected(tensors)
@@ -179,6 +180,7 @@ class TestRestore:
         assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, item)
         same_tree(restored, wanted)
 
+    @pytest.mark.both_devices
     def test_a_part_of_the_tree(self, model, tensors):
         item = {"params": {"layers": {"gate": jax.ShapeDtypeStruct((WIDTH, LAYERS, HIDDEN), np.float32)}}}
         args = ost.SafetensorsRestore(item=item, partial_restore=True)
@@ -223,6 +225,7 @@ class TestRestore:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         same_tree(checkpointer(family=TOY).restore(tmp_path), expected(tensors))
 
+    @pytest.mark.both_devices
     def test_constants_and_arithmetic(self, tmp_path):
         stored = np.array([[1.5, -2], [3, 4]], np.float32)
         write(tmp_path / "model.safetensors", {"w": stored})
@@ -236,6 +239,7 @@ class TestRestore:
         np.testing.assert_array_equal(restored["c"], np.full(3, -1, np.int32))
         assert restored["a"]["b"].dtype == np.float32
 
+    @pytest.mark.both_devices
     def test_arithmetic_rounds_once(self, tmp_path, rng):
         stored = rng.standard_normal((64, 64)).astype(BF16)
         write(tmp_path / "model.safetensors", {"w": stored})

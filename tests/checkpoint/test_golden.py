@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import safetensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,6 +22,7 @@ def reference():
     return tensors
 
 
+@pytest.mark.both_devices
 def test_what_transformers_saved(tmp_path, mesh):
     expected = reference()
     assert ost.verify(QWEN3) == []

@@ -12,6 +12,7 @@ from tests.support.files import write
 from tests.support.sharded_files import COLUMNS, GRID, PIECES, ROWS, WHOLE, write_pieces
 
 
+@pytest.mark.both_devices
 def test_pieces_make_whole_tensors(tmp_path, mesh):
     write_pieces(tmp_path, PIECES)
     handler = ost.SafetensorsHandler()

@@ -87,6 +87,7 @@ def test_variables_of_flax_that_have_both(model):
 
 
 @pytest.mark.parametrize("axis", range(4))
+@pytest.mark.both_devices
 def test_sharded_alike(model, axis, mesh):
     """Codes and scales over the same devices, wherever the sizes of both divide by the mesh."""
     directory, codes, scales = model
@@ -228,6 +229,7 @@ def nvfp4_of_modelopt(rng):
 
 @pytest.mark.parametrize("spec", [P(), P("y"), P(None, "y"), P(None, ("x", "y"))], ids=str)
 @pytest.mark.parametrize("packed", [int4, mxfp4, nvfp4, nvfp4_of_modelopt])
+@pytest.mark.both_devices
 def test_codes_of_less_than_a_byte(tmp_path, packed, spec, mesh):
     """As they are stored, and through a family that transposes them and splits the inputs into heads."""
     stored, codes, scale, dtype = packed(np.random.default_rng(1))

@@ -16,9 +16,7 @@ from orbax_safetensors.devices.sharding import box_of
 from orbax_safetensors.transfer.reader import Reader
 from tests.support import hang
 from tests.support.accelerator import accelerator, shard_nbytes
-from tests.support.both_devices import FAST, FURTHER, ONLY_CPU
 from tests.support.files import random_bits
-from tests.support.roots import ROOT
 from tests.support.saves import RNG, assert_same_bits
 
 DTYPES = ["?", "i1", "u2", "f4", "c8", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
@@ -167,8 +165,3 @@ def test_a_transfer_that_is_too_large_is_found(mesh):
     too_large = "one transfer of 256 bytes, must be less than 256"
     with pytest.raises(AssertionError, match=too_large), accelerator(max_bytes=256):
         handed_over(host, NamedSharding(mesh, P("x"))).block_until_ready()
-
-
-def test_what_runs_on_both_devices_exists():
-    text = "".join((ROOT / "tests" / module).read_text() for module in FAST | FURTHER)
-    assert [name for name in ONLY_CPU if f"def {name}(" not in text] == []

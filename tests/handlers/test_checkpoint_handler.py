@@ -32,6 +32,7 @@ def test_nothing_given_is_everything_as_numpy(directory, checkpointer):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.both_devices
 def test_every_dtype_bit_for_bit(tmp_path, checkpointer, mesh, dtype):
     array = random_bits(RNG, (8, 24), DTYPES[dtype])
     write(tmp_path / "x.safetensors", {"a": array[:1, :3], "w": array})
@@ -71,6 +72,7 @@ def test_mesh_and_axes_or_sharding_metadata(directory, checkpointer, mesh):
         assert_same_bits(restored["layer"]["w"], W)
 
 
+@pytest.mark.both_devices
 def test_a_layout(directory, checkpointer, mesh):
     wanted = Format(Layout(major_to_minor=(0, 1)), NamedSharding(mesh, P("x", "y")))
     args = {"layer": {"w": ocp.ArrayRestoreArgs(sharding=wanted)}}
@@ -89,6 +91,7 @@ def test_restore_args_come_before_the_item(directory, checkpointer, mesh):
     assert_same_bits(restored, np.asarray(W).astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.both_devices
 def test_leaves_of_every_kind(directory, checkpointer, mesh):
     for leaf, kind in (
         (np.zeros((), np.int32), np.ndarray),
@@ -217,6 +220,7 @@ def test_orbaxs_own_metadata_is_an_item(directory, checkpointer):
 @pytest.mark.parametrize("shape", [(24, 8), (16, 16), (8, 4), (24, 4), (16, 8), (40, 24), (0, 8)])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y"), P()], ids=str)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.both_devices
 def test_padding_and_truncating(directory, checkpointer, mesh, shape, spec, dtype):
     args = ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, spec), global_shape=shape, strict=False, dtype=dtype)
     restored = checkpointer.restore(directory, restore_args={"layer": {"w": args}}, partial_restore=True)["layer"]["w"]
@@ -232,6 +236,7 @@ def test_padding_and_truncating(directory, checkpointer, mesh, shape, spec, dtyp
 @pytest.mark.parametrize(
     "stored", [np.float32, ml_dtypes.bfloat16, np.float16, np.int8, ml_dtypes.float8_e5m2], ids=str
 )
+@pytest.mark.both_devices
 def test_a_cast_that_was_asked_for_is_numpys(tmp_path, checkpointer, mesh, stored, wanted):
     array = np.linspace(-100, 100, 8 * 1024).reshape(8, 1024).astype(stored)
     write(tmp_path / "x.safetensors", {"w": array})
@@ -241,6 +246,7 @@ def test_a_cast_that_was_asked_for_is_numpys(tmp_path, checkpointer, mesh, store
             assert_same_bits(checkpointer.restore(tmp_path, item=item)["w"], array.astype(wanted))
 
 
+@pytest.mark.both_devices
 def test_64_bits_without_x64(tmp_path, checkpointer):
     fits = {"i": np.array([1, -(2**31)]), "u": np.array([2**32 - 1], np.uint64), "f": np.array([1.1, np.inf, np.nan])}
     write(tmp_path / "x.safetensors", fits)
@@ -253,6 +259,7 @@ def test_64_bits_without_x64(tmp_path, checkpointer):
 @pytest.mark.parametrize(
     ("value", "stored"), [(2**31, np.int64), (-1, np.int64), (2**32, np.uint64), (1e300, np.float64)]
 )
+@pytest.mark.both_devices
 def test_a_value_that_is_lost_without_x64_is_an_error(tmp_path, checkpointer, value, stored):
     value = value - 2**31 if value == -1 else value
     write(tmp_path / "x.safetensors", {"w": np.array([[0, value]], stored)})
@@ -285,6 +292,7 @@ def test_a_scalar_that_is_no_integer_at_all(tmp_path, checkpointer, value):
     assert np.isnan(restored) == np.isnan(value)
 
 
+@pytest.mark.both_devices
 def test_packed_tensors_are_restored_packed(tmp_path, checkpointer, mesh):
     packed = np.arange(64, dtype=np.uint8).reshape(8, 8)
     spec = safetensors.TensorSpec(dtype="float4_e2m1fn_x2", shape=[8, 8], data_ptr=packed.ctypes.data, data_len=64)

@@ -4,6 +4,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
@@ -49,6 +50,7 @@ def test_metadata_is_that_of_the_tree(sample, mode):
 
 
 @EACH_TREE
+@pytest.mark.both_devices
 def test_sharded_over_each_dimension(sample, mode, line, device):
     directory, expected = stored_directory(sample), made_by_maxtext(sample, mode)
     with checkpointer(mode) as ckptr:
@@ -66,6 +68,7 @@ def test_sharded_over_each_dimension(sample, mode, line, device):
 
 
 @EACH_TREE_OFTEN
+@pytest.mark.both_devices
 def test_sharded_over_two_axes(sample, mode, mesh, device):
     """With `ArrayRestoreArgs` in the place of an item."""
     directory, expected = stored_directory(sample), made_by_maxtext(sample, mode)
@@ -98,6 +101,7 @@ def test_every_stored_byte_is_read_once(sample, mode):
 
 
 @EACH_TREE
+@pytest.mark.both_devices
 def test_a_cast_rounds_once(sample, mode, mesh):
     """What is computed is rounded to the dtype that is asked for, not to the stored one before."""
     expected = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), made_by_maxtext(sample, mode))
@@ -108,6 +112,7 @@ def test_a_cast_rounds_once(sample, mode, mesh):
 
 
 @EACH_TREE
+@pytest.mark.both_devices
 def test_what_is_not_asked_for_is_not_read(sample, mode, line):
     expected = made_by_maxtext(sample, mode)
     item = target(expected, line, ("d",))

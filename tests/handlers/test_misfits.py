@@ -161,6 +161,7 @@ def test_a_shape_that_is_none_after_one_that_is_equal(tmp_path, checkpointer):
         checkpointer.restore(tmp_path, restore_args=args)
 
 
+@pytest.mark.both_devices
 def test_a_float_that_does_not_fit_the_integer_that_jax_makes_of_int64(tmp_path, checkpointer):
     for value in (3e9, -3e9, np.nan, np.inf):
         write(tmp_path / "x.safetensors", {"w": np.array([1.5, value], np.float32)})
@@ -222,6 +223,7 @@ def test_arguments_of_another_handler(directory, tmp_path, checkpointer, args):
         checkpointer.restore(tmp_path / "one.safetensors", args)
 
 
+@pytest.mark.both_devices
 def test_the_layout_of_a_described_array(directory, checkpointer, mesh):
     wanted = Format(Layout(major_to_minor=(1, 0)), NamedSharding(mesh, P("x", "y")))
     item = {"layer": {"w": jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=wanted)}}

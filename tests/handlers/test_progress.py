@@ -56,6 +56,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P()], ids=str)
+@pytest.mark.both_devices
 def test_a_restore_counts_the_bytes_of_its_arrays(path, told, mesh, spec):
     target = {
         "a": jax.ShapeDtypeStruct((16, 1024), np.float32, sharding=NamedSharding(mesh, spec)),
@@ -94,6 +95,7 @@ def test_a_conversion_takes_that_of_its_options(path, tmp_path, told):
     assert [call[:2] for call in told] == [(0, NBYTES), (NBYTES, NBYTES)]
 
 
+@pytest.mark.both_devices
 def test_a_callback_that_fails_ends_a_restore(path):
     with nothing_left(path), pytest.raises(Enough):
         ost.load(path, options=ost.SafetensorsOptions(progress=enough))

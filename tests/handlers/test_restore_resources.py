@@ -124,6 +124,7 @@ def sharded_item(mesh):
     return {"layer": {"w": struct(W, NamedSharding(mesh, P("x", "y"))), "b": struct(B)}, "step": struct(STEP)}
 
 
+@pytest.mark.both_devices
 def test_a_read_that_fails_is_one_error_and_leaves_nothing(directory, mesh, monkeypatch):
     real, calls = os.preadv, []
 
@@ -139,6 +140,7 @@ def test_a_read_that_fails_is_one_error_and_leaves_nothing(directory, mesh, monk
         restore_alone(directory, sharded_item(mesh))
 
 
+@pytest.mark.both_devices
 def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeypatch):
     arenas = []
     real = arena.arena_of
@@ -191,6 +193,7 @@ def test_memory_that_cannot_be_had(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["touch", "truncate", "grow", "overwrite"])
+@pytest.mark.both_devices
 def test_a_file_that_changes_while_it_is_read(directory, mesh, monkeypatch, change):
     path = directory / "model-00001-of-00002.safetensors"
     real, calls = os.preadv, []
@@ -234,6 +237,7 @@ def test_a_file_that_is_replaced_between_header_and_data(directory, checkpointer
         checkpointer.restore(directory)
 
 
+@pytest.mark.both_devices
 def test_a_restore_from_many_threads_at_once(directory, checkpointer, mesh):
     errors = []
 

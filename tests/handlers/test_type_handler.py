@@ -79,6 +79,7 @@ def mixed(params):
     }
 
 
+@pytest.mark.both_devices
 def test_a_mixed_tree(tmp_path, checkpointer, mixed, mesh):
     checkpointer.save(tmp_path / "saved", mixed)
     for axis in (0, -1):
@@ -126,6 +127,7 @@ def test_a_train_state(tmp_path, checkpointer, params, mesh):
     assert_same(checkpointer.restore(tmp_path / "saved", item=state, restore_args=args), state)
 
 
+@pytest.mark.both_devices
 def test_casts_and_other_shapes(tmp_path, checkpointer, mesh):
     tree = {"w": jnp.arange(6, dtype=jnp.float32)}
     checkpointer.save(tmp_path / "saved", tree)

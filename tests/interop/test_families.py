@@ -466,6 +466,7 @@ def test_llamas_heads_come_back_in_the_order_they_had(tmp_path, rope_type):
     assert not different(load(tmp_path / "second", model).state_dict(), model.state_dict())
 
 
+@pytest.mark.both_devices
 def test_a_padded_vocabulary_is_cut_again(tmp_path):
     model = EXACT["qwen3"].make(torch.float32)
     model.save_pretrained(tmp_path / "first")

@@ -21,6 +21,7 @@ from tests.support.saves import BF16, RNG
 TREE = {"a": random_bits(RNG, (16, 64), BF16), "b": random_bits(RNG, (8, 40), BF16), "c": np.arange(5, dtype=np.int32)}
 SINGLE = SingleDeviceSharding(jax.devices()[0])
 CHECKED = ost.SafetensorsOptions(checksums=True)
+pytestmark = pytest.mark.both_devices
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from tests.support.files import write
 from tests.support.saves import assert_same_bits
 
 SHAPES = {"a": (64, 4096), "b": (8, 4), "c": (512, 1024), "e": (1000, 33), "z": ()}
+pytestmark = pytest.mark.both_devices
 
 
 @pytest.fixture(params=[64, 8], ids=["aligned", "as others write"])

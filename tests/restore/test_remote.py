@@ -26,7 +26,7 @@ TENSORS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("soon")
+pytestmark = [pytest.mark.both_devices, pytest.mark.usefixtures("soon")]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from tests.support.quantized_layers import same as same_but_nan
 from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
 from tests.support.sharded_files import PIECES, WHOLE, write_pieces
 
+pytestmark = pytest.mark.both_devices
 RNG = np.random.default_rng(0)
 STORES = ("web", "s3", "gcs", "azure")
 W = random_bits(RNG, (16, 24), np.dtype(np.float32))
