@@ -14,7 +14,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.files import Finding, StoredFile
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.dtypes import DType, held
+from orbax_safetensors.format.dtypes import DType, in_memory_type
 from orbax_safetensors.format.header import TensorEntry
 from orbax_safetensors.format.layout import ADAPTER_STEM, STEM, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import hint
@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape in memory: as stored, or packed if an element is less than a byte."""
-        return held(self.stored_dtype, self.stored_shape)[0]
+        return in_memory_type(self.stored_dtype, self.stored_shape)[0]
 
     @property
     def dtype(self) -> np.dtype:
@@ -186,7 +186,7 @@ class Checkpoint:
             return self.quantized[name].view(self.decoded_dtype)
         tensor = self[name]
         if len(tensor.pieces) == 1:
-            return View.tensor(name, *held(tensor.stored_dtype, tensor.stored_shape))
+            return View.tensor(name, *in_memory_type(tensor.stored_dtype, tensor.stored_shape))
         parts = [
             (piece.start, View.tensor(_key(name, number), piece.entry.shape, tensor.dtype))
             for number, piece in enumerate(tensor.pieces)

@@ -27,7 +27,7 @@ from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Family, Variant, switches_of
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.discovery import find_finished
-from orbax_safetensors.storage.paths import PathLike, as_text, place
+from orbax_safetensors.storage.paths import PathLike, absolute_path, as_text
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
 
@@ -47,14 +47,14 @@ def described_directory(path: PathLike, storage_options: Mapping[str, Any] | Non
     text = as_text(path)
     if posixpath.basename(text) == CONFIG_NAME:
         return posixpath.dirname(text) or "."
-    if not (is_on_gcs(place(path)) or os.path.isdir(text)):
+    if not (is_on_gcs(absolute_path(path)) or os.path.isdir(text)):
         return None
     store, directory = store_of(path, storage_options)
     names = list(store.list(directory) or ())
     if CONFIG_NAME not in names or any(map(is_part, names)):
         return None
     try:
-        find_finished(epath.Path(place(path)))
+        find_finished(epath.Path(absolute_path(path)))
     except MissingError:
         return text
     except StorageError:

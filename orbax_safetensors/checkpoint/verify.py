@@ -23,7 +23,7 @@ from orbax_safetensors.orbax_store.index_check import TensorRange
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.item_check import item_faults, step_items
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
-from orbax_safetensors.storage.paths import BUCKETS, PathLike, is_url, place
+from orbax_safetensors.storage.paths import BUCKETS, PathLike, absolute_path, is_url
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
 
@@ -86,10 +86,11 @@ def verified(path: PathLike, *, data: bool, options: SafetensorsOptions) -> Veri
 def _states(path: PathLike, storage_options: Mapping[str, Any] | None) -> object:
     """Return the states of the files that `_verified` looks at, or the error that says why they cannot be known."""
     try:
-        if is_orbax(place(path), storage_options):
+        absolute = absolute_path(path)
+        if is_orbax(absolute, storage_options):
             items = [store_of(item, storage_options) for item in step_items(path)]
             return [store.below(item) for store, item in items]
-        if is_url(place(path)) and (place(path).partition("://")[0] not in BUCKETS or place(path).endswith(SUFFIX)):
+        if is_url(absolute) and (absolute.partition("://")[0] not in BUCKETS or absolute.endswith(SUFFIX)):
             return None  # where nothing is replaced, or a reader may not be allowed to list the neighbours
         store, path = store_of(path, storage_options)
         listed = store.list(path) or {}
@@ -113,7 +114,7 @@ def _state(store: Store, path: str, listed: Stamp | None) -> Stamp | str | None:
 
 
 def _verified(path: PathLike, data: bool, options: SafetensorsOptions) -> Verified:
-    if is_orbax(place(path), options.storage_options):
+    if is_orbax(absolute_path(path), options.storage_options):
         if data:
             raise ChecksumError(f"{path}: is a checkpoint of Orbax, and data is verified only of safetensors files")
         faults = []

@@ -27,7 +27,7 @@ from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.picture import picture, stretches
 from orbax_safetensors.cli.tables import Page, Printer, Share, Size
 from orbax_safetensors.errors import printable
-from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.paths import absolute_path
 
 PROCESSES = 2
 DEVICES = 4  # of each process
@@ -73,7 +73,7 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Restore `args.path`, or the installed weights, and write the picture to `args.output`."""
-    path = place(args.path or installed_weights())
+    path = absolute_path(args.path or installed_weights())
     page = Page(args.output)
     checkpoint = read_checkpoint(path)
     if not checkpoint.tensors:

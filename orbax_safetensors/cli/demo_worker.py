@@ -23,7 +23,7 @@ from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.demo import PROGRESS_SUFFIX
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.cli.picture import amounts, stretches
-from orbax_safetensors.format.dtypes import DTYPES, held
+from orbax_safetensors.format.dtypes import DTYPES, in_memory_type
 from orbax_safetensors.restore.fill import EVENT_BYTES_READ
 from orbax_safetensors.restore.match import match
 from orbax_safetensors.transfer.plan import TransferPlan, transfer_plan
@@ -179,7 +179,7 @@ class Reference:
 
 
 def _array(raw: Mapping[str, Any]) -> np.ndarray:
-    shape, dtype = held(DTYPES[raw["dtype"]], tuple(raw["shape"]))
+    shape, dtype = in_memory_type(DTYPES[raw["dtype"]], tuple(raw["shape"]))
     return np.frombuffer(raw["data"], dtype).reshape(shape)
 
 

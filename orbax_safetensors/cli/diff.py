@@ -14,7 +14,7 @@ from orbax_safetensors.cli.arguments import add_family, refuse, variant
 from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Cell, Printer, shape_text
-from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.paths import absolute_path
 from orbax_safetensors.streaming.comparison import ArrayDifference, Comparison, compare
 from orbax_safetensors.streaming.open_source import open_source
 from orbax_safetensors.streaming.tiles import TileSource
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     """Print what tells `args.first` and `args.second` apart; return 1 if anything does."""
     switches = variant(args)
     paths = args.first, args.second
-    of_orbax = [is_orbax(place(path)) for path in paths]
+    of_orbax = [is_orbax(absolute_path(path)) for path in paths]
     if all(of_orbax):
         refuse(args, ("family",), "is for safetensors, and A and B are checkpoints of Orbax")
     # Beside a checkpoint of Orbax, a link has the names that Orbax restores.

@@ -28,7 +28,7 @@ from orbax_safetensors.cli.tables import Facts, Printer, Size, in_braces, shape_
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store import array_name, open_step
 from orbax_safetensors.orbax_store.leaf import STRING
-from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.paths import absolute_path
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 from orbax_safetensors.streaming.open_source import open_source
 from orbax_safetensors.streaming.statistics import statistics
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     if args.stats is not None:
         refuse(args, ("grep", "depth"), "lists names, and --stats has one")
         return _stats(args, output)
-    if is_orbax(place(args.path)):
+    if is_orbax(absolute_path(args.path)):
         unit, document, show = "arrays", _arrays(args), _show_arrays
     elif args.family is not None or args.variant:
         unit, document, show = "leaves", _leaves(args), _show_leaves
@@ -332,7 +332,7 @@ def _show_arrays(document: _Document, output: Printer) -> Facts:
 def _stats(args: argparse.Namespace, output: Printer) -> int:
     """Print what one tensor, leaf or array holds."""
     switches = variant(args)
-    if is_orbax(place(args.path)):
+    if is_orbax(absolute_path(args.path)):
         refuse(args, ("family", "variant"), _FOR_SAFETENSORS)
     with (
         closing(open_source(args.path, MEMORY_BYTES, family=args.family, variant=switches, decode=True)) as source,

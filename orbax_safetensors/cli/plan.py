@@ -63,7 +63,7 @@ from orbax_safetensors.orbax_store.restore_plan import plan_orbax_restore
 from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.match import match
 from orbax_safetensors.restore.plan import PlannedRestore
-from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.paths import absolute_path
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.estimate import estimate
 
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     if args.bandwidth is None:
         refuse(args, ("latency",), "is for an estimate of the time, which also needs --bandwidth")
     from_config = described_directory(args.path) is not None
-    if not from_config and is_orbax(place(args.path)):
+    if not from_config and is_orbax(absolute_path(args.path)):
         return _run_orbax(args, counts[0], output)
     if len(args.mesh) > 1:
         refuse(args, ("files", "picture", "save"), "is for one --mesh")

@@ -14,7 +14,7 @@ from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
-from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.paths import absolute_path
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     # In all processes or in none, as each may find something else, or have other options.
     if together(
         new_key("job"),
-        lambda: is_orbax(place(args.source)),
+        lambda: is_orbax(absolute_path(args.source)),
         lambda found: repr((found, args.max_file_bytes, args.no_compression)),
         check=same_arguments,
     ):

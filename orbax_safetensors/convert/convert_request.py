@@ -15,7 +15,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.storage.paths import PathLike, check_one_store, is_below, place
+from orbax_safetensors.storage.paths import PathLike, absolute_path, check_one_store, is_below
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES, check_memory
 
 # The values of `to`, and for each the arguments of `convert` that no other takes.
@@ -164,4 +164,4 @@ class ReshardRequest(_Request):
 def _location(argument: str, path: PathLike) -> str:
     if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
         raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
-    return place(path)
+    return absolute_path(path)

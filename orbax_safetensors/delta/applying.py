@@ -26,7 +26,7 @@ from orbax_safetensors.format.checksums import CHECKSUMS_NAME, encode
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.storage.paths import PathLike, is_url, place, shown
+from orbax_safetensors.storage.paths import PathLike, absolute_path, is_url, shown
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, write_small
 from orbax_safetensors.transfer.threads import run_tasks
@@ -63,8 +63,8 @@ def apply_delta(
     for path in (os.fspath(base), os.fspath(destination)):
         if is_url(path):
             raise StorageError(f"{shown(path)}: a delta is applied to a directory of this machine, and into one")
-    base, destination = os.path.realpath(place(base)), os.path.realpath(place(destination))
-    store, path = store_of(place(delta), options.storage_options)
+    base, destination = os.path.realpath(absolute_path(base)), os.path.realpath(absolute_path(destination))
+    store, path = store_of(absolute_path(delta), options.storage_options)
     version = read_delta(store, path)
     workspace = HiddenDirectory(destination, replaces=destination == base)
     try:

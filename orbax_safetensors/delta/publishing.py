@@ -44,7 +44,7 @@ from orbax_safetensors.format.names import some
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.storage.paths import PathLike, check_one_store, place
+from orbax_safetensors.storage.paths import PathLike, absolute_path, check_one_store
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Store, find_small, write_small
@@ -137,7 +137,8 @@ def delta(
       ChecksumError: a checkpoint differs from the checksums of its save, or `old` from those of the version before.
       StorageError: the version exists or does not follow, or something cannot be read or written. Nothing is published.
     """
-    return prepare(DeltaRequest(place(old), place(new), place(publish), version, SafetensorsOptions.of(options))).run()
+    old, new, publish = absolute_path(old), absolute_path(new), absolute_path(publish)
+    return prepare(DeltaRequest(old, new, publish, version, SafetensorsOptions.of(options))).run()
 
 
 def prepare(request: DeltaRequest) -> DeltaJob:

@@ -131,7 +131,7 @@ def nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
     return whole
 
 
-def held(dtype: DType, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def in_memory_type(dtype: DType, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape and element type of the array that holds a stored tensor in memory, with the same bytes.
 
     Packed types stay packed, as uint8: the last dimension counts bytes if each row fills whole bytes, else the shape is

@@ -33,7 +33,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.metadata import finished_text, step_record
 from orbax_safetensors.save.new_directory import NewDirectory
-from orbax_safetensors.storage.paths import is_url, place
+from orbax_safetensors.storage.paths import absolute_path, is_url
 from orbax_safetensors.storage.replace import recover
 from orbax_safetensors.storage.threads import refusals
 
@@ -89,7 +89,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
           SafetensorsError: the tree or the metadata cannot be stored.
           StorageError: `directory` exists, or is a URL and holds something, or cannot be written or replaced.
         """
-        directory = place(directory)
+        directory = absolute_path(directory)
         save_args = _as_args(SafetensorsSave, args, kwargs)
         active = ActiveProcesses.of(self._processes)
         if not is_url(directory):
@@ -128,7 +128,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
-        directory = place(directory)
+        directory = absolute_path(directory)
         if not _is_ours(directory):
             recover(directory)
             return super().restore(directory, *args, **kwargs)
@@ -136,7 +136,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
 
     def metadata(self, directory: epath.PathLike) -> Any:
         """Return the metadata of a directory or one file, with the tensors in `item_metadata`."""
-        directory = place(directory)
+        directory = absolute_path(directory)
         # If this raised inside of Orbax, Orbax would go on without it.
         item_metadata = self._handler.metadata(directory)
         # Read here in any case, because Orbax would wait for the writer of a pipe.

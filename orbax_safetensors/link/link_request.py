@@ -13,7 +13,7 @@ from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.partition import MeshLike, Partition, Spec, partition
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.orbax_store.directories import absolute, check_literal, is_on_gcs
-from orbax_safetensors.storage.paths import PathLike, is_url, place, shown
+from orbax_safetensors.storage.paths import PathLike, absolute_path, is_url, shown
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES, check_memory
 
 CHUNK_BYTES = 16 * 2**20
@@ -112,7 +112,7 @@ class LinkRequest:
 
 def _absolute(path: PathLike) -> str:
     """Return an absolute path, or a URL; those of other places than a `gs://` directory stay as they are."""
-    text = place(path)
+    text = absolute_path(path)
     return absolute(text) if is_on_gcs(text) else text
 
 

@@ -23,7 +23,7 @@ from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.storage.local import LocalStore
-from orbax_safetensors.storage.paths import PathLike, is_url, place, shown
+from orbax_safetensors.storage.paths import PathLike, absolute_path, is_url, shown
 from orbax_safetensors.storage.store import read_small
 
 _REMOTE = "gs://"
@@ -47,7 +47,7 @@ def absolute(path: PathLike) -> str:
 
     Raises `StorageError` if it is a URL of another kind, if no library reaches it, or if Orbax would take another path.
     """
-    path = place(path)
+    path = absolute_path(path)
     if is_url(path) and not is_on_gcs(path):
         raise StorageError(f"{shown(path)}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
     if is_url(path) and not any(importlib.util.find_spec(name) for name in _CLIENTS):

@@ -182,7 +182,7 @@ def filling(
     Raises `StorageError` if a file changed meanwhile. No file stays open, and no thread runs on.
     """
     started = time.perf_counter()
-    alike = _alike(targets)
+    alike = _group_identical(targets)
     nbytes = sum(count * target.local_nbytes for target, count in alike)
     checkpoint = replace(checkpoint, store=reading(checkpoint.store, options.direct, nbytes))
     if options.alias and not checkpoint.store.is_local:
@@ -224,7 +224,7 @@ def filling(
 
 
 @no_collection()
-def _alike(targets: Sequence[Target]) -> list[tuple[Target, int]]:
+def _group_identical(targets: Sequence[Target]) -> list[tuple[Target, int]]:
     """Return one target of each sharding, shape and dtype, and how many have these."""
     alike = [(target.sharding, target.shape, target.dtype) for target in targets]
     one_of = dict(zip(alike, targets, strict=True))

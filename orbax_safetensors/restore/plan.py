@@ -30,7 +30,7 @@ from orbax_safetensors.restore.cost import (
     ShardSize,
 )
 from orbax_safetensors.restore.request import Partial, RestoreRequest
-from orbax_safetensors.restore.run import seen
+from orbax_safetensors.restore.run import match_through_family
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import no_collection
@@ -92,7 +92,7 @@ def plan_restore(
     request = RestoreRequest.of(path, target, family, variant, options, dtype, partial)
     stored = read_for_plan(request.path, family, variant, request.options.storage_options, partial=request.leaves_out)
     request = replace(request, partial=request.has_tree)
-    checkpoint, matched = seen(request, stored)
+    checkpoint, matched = match_through_family(request, stored)
     targets = matched.targets
     return PlannedRestore.of(checkpoint, targets, process_count, request.options, all_processes=all_processes).plan()
 

@@ -22,11 +22,11 @@ from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.restore import replicas
 from orbax_safetensors.restore.cheapest import cheapest
+from orbax_safetensors.restore.coordination import all_or_none, at_one_commit, restore_key
 from orbax_safetensors.restore.fill import filling
 from orbax_safetensors.restore.match import Matched, match, placed
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
-from orbax_safetensors.restore.together import all_or_none, at_one_commit, restore_key
 from orbax_safetensors.storage.process_memory import no_collection
 
 logger = logging.getLogger(__name__)
@@ -73,19 +73,19 @@ def _prepared(request: RestoreRequest, key: str | None) -> _Prepared:
     if key is not None:
         stored = at_one_commit(stored, request, key)
     with unless_changed(stored), no_collection():
-        checkpoint, matched = seen(request, stored)
+        checkpoint, matched = match_through_family(request, stored)
         matched = placed(matched, checkpoint.path)
         comparison = Comparison(checkpoint, partial=request.leaves_out) if options.checksums else None
         return _Prepared(checkpoint, matched, comparison)
 
 
-def seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
+def match_through_family(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
     """Return the checkpoint as its family sees it, if it has one, and the leaves of the request, matched with it.
 
     Switches that the request does not have follow from names and shapes of its leaves if the family's defaults do not
     fit. A request without a tree is for the one that was saved, or if none is recorded, for everything.
     """
-    checkpoint, matched = _seen(request, stored)
+    checkpoint, matched = _match_leaves(request, stored)
     if request.only:
         matched = matched.only(request.only)
     if request.casts is not None:
@@ -102,8 +102,8 @@ def _log_left_out(checkpoint: Checkpoint, names: Collection[str]) -> None:
         logger.warning("%s: the tree has no leaf for these, which are not restored: %s", path, some(left_out))
 
 
-def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
-    """See `seen`: with all leaves of the request, and the dtypes that they are described with."""
+def _match_leaves(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
+    """See `match_through_family`: with all leaves of the request, and the dtypes that they are described with."""
     dequantize = request.options.dequantize
     if request.by_name:
         checkpoint, paths = fitted(stored, request.leaf_shapes(), dequantize=dequantize)

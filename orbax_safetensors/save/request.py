@@ -12,7 +12,7 @@ from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.storage.paths import PathLike, as_text, check_one_store, is_below, place
+from orbax_safetensors.storage.paths import PathLike, absolute_path, as_text, check_one_store, is_below
 
 # What happens to files that are already there: "kept", but files of a checkpoint are an error; "refused": any file is
 # an error; "replaced", with all that is below the directory on an object store, once the new files are there.
@@ -71,5 +71,5 @@ class SaveRequest:
 def check_kept(directory: str, *sources: Any) -> None:
     """Raise `StorageError` if a save that replaces `directory` reads one of `sources`, as far as these are paths."""
     for source in sources:
-        if isinstance(source, str | os.PathLike) and is_below(place(source), directory):
+        if isinstance(source, str | os.PathLike) and is_below(absolute_path(source), directory):
             raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")

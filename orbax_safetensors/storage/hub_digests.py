@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.paths import absolute_path
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _MAX_LINE = 1024  # characters; commits and digests are shorter
@@ -32,7 +32,7 @@ def downloaded_sha256(path: str) -> str | None:
         return None
     if os.path.islink(path) and os.path.basename(os.path.dirname(target)) == "blobs":
         return sha256_of(os.path.basename(target))
-    directory, name = os.path.split(place(path))
+    directory, name = os.path.split(absolute_path(path))
     while True:
         etag = _etag(os.path.join(directory, _METADATA, f"{name}.metadata"))
         if etag is not None or directory == os.path.dirname(directory):

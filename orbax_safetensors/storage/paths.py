@@ -92,7 +92,7 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def place(path: PathLike) -> str:
+def absolute_path(path: PathLike) -> str:
     """Return an absolute path without `..`, or a URL without a slash at its end.
 
     A symbolic link at the end stays. Raises `StorageError` if a URL has only a scheme, if the working directory of a

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from orbax_safetensors.format.dtypes import DType, held
+from orbax_safetensors.format.dtypes import DType, in_memory_type
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
@@ -85,9 +85,9 @@ def in_pieces(
         )
         files.append((file_name(number), header))
         for name, entry in header.tensors.items():
-            shape, dtype = held(entry.dtype, entry.shape)
+            shape, dtype = in_memory_type(entry.dtype, entry.shape)
             key = f"{number}/{name}"
             places[key] = Location(number, header.data_start + entry.begin, dtype)
             parts[name].append((offsets[name], View.tensor(key, shape, dtype)))
-    views = {name: View.tile(held(*tensors[name])[0], tiled) for name, tiled in parts.items()}
+    views = {name: View.tile(in_memory_type(*tensors[name])[0], tiled) for name, tiled in parts.items()}
     return Files(Layout(tuple(files), None), places, views)

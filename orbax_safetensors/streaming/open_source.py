@@ -22,7 +22,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import array_name, open_step
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.leaf import STRING
-from orbax_safetensors.storage.paths import PathLike, place
+from orbax_safetensors.storage.paths import PathLike, absolute_path
 from orbax_safetensors.streaming.cutting import batch_bytes, memory_for
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -45,7 +45,7 @@ def open_source(
     arrays are those that Orbax restores, if a link has made the files a checkpoint of Orbax. Reads take about
     `memory_bytes`, or what the largest chunk of Orbax needs.
     """
-    if is_orbax(place(path)) or (as_orbax and os.path.exists(os.path.join(place(path), TREE_FILE))):
+    if is_orbax(absolute_path(path)) or (as_orbax and os.path.exists(os.path.join(absolute_path(path), TREE_FILE))):
         return _of_orbax(path, memory_bytes)
     checkpoint = read_checkpoint(path)
     if decode and family is None:

@@ -365,7 +365,7 @@ def _look_up(
     """Write the results for some rows of an area; `tables` has 256 for each of `numbers`."""
     assert scales.rows is not None
     assert scales.columns is not None
-    rows, height = _alike(scales.rows[part])
+    rows, height = _collapse_repeats(scales.rows[part])
     index = np.empty(codes.shape, np.min_scalar_type(tables.size - 1))
     blocks = (len(rows), height, len(scales.columns), -1)
     begins = _taken(numbers, rows, scales.columns).astype(index.dtype) << 8
@@ -383,7 +383,7 @@ def _apply(
         assert group.rows is not None
         rows, height = group.entries[group.rows[part]].reshape(-1), 1
     else:
-        rows, height = _alike(term.rows[part])
+        rows, height = _collapse_repeats(term.rows[part])
         height *= fields
     if columns is None:  # the groups of columns
         assert group is not None
@@ -397,7 +397,7 @@ def _apply(
     operation(blocks, taken[:, None, :, None], out=blocks)
 
 
-def _alike(rows: np.ndarray) -> tuple[np.ndarray, int]:
+def _collapse_repeats(rows: np.ndarray) -> tuple[np.ndarray, int]:
     """Return ascending `rows` without repetitions, and how often each is repeated: once, unless all are as often."""
     steps = rows[-1] - rows[0]
     if steps == 0:

@@ -34,7 +34,7 @@ class Counters:
     nbytes: int = 0
 
 
-class Once:
+class Lazy:
     """What the first thread that needs it makes, while others wait; it is kept as long as something needs it."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Window(NamedTuple):
     first_nbytes: int
     blocks: Sequence[Block]
     memory: Sequence[np.ndarray]
-    shared: Once
+    shared: Lazy
 
 
 class Task(NamedTuple):
@@ -142,7 +142,7 @@ class Transfer(ABC, Generic[_F]):
                 buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
             yield Task(extent.file, extent.begin, partial(self._extent, extent, buffers))
         for part in plan.parts:
-            runs, pitch, shared = part.access.runs, part.access.pitch, Once()
+            runs, pitch, shared = part.access.runs, part.access.pitch, Lazy()
             for low in range(0, runs.nbytes, pitch):
                 high = min(low + pitch, runs.nbytes)
                 begin, nbytes = next(iter(runs.pieces(low, high)))

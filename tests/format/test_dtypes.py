@@ -7,7 +7,7 @@ import safetensors
 from safetensors import SafetensorError, TensorSpec
 
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy, held, nbytes
+from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy, in_memory_type, nbytes
 from tests.support.strategies import file_of
 
 WHOLE = [dtype for dtype in DTYPES.values() if dtype.numpy is not None]
@@ -90,13 +90,13 @@ def test_a_part_of_a_byte_is_refused(dtype: DType, shape: tuple[int, ...]) -> No
     with pytest.raises(TensorMismatchError, match=dtype.name):
         nbytes(dtype, shape)
     with pytest.raises(TensorMismatchError, match=dtype.name):
-        held(dtype, shape)
+        in_memory_type(dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", WHOLE, ids=by_name)
 def test_whole_bytes_are_held_as_they_are(dtype: DType) -> None:
-    assert held(dtype, (3, 0)) == ((3, 0), dtype.numpy)
-    assert held(dtype, ()) == ((), dtype.numpy)
+    assert in_memory_type(dtype, (3, 0)) == ((3, 0), dtype.numpy)
+    assert in_memory_type(dtype, ()) == ((), dtype.numpy)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_whole_bytes_are_held_as_they_are(dtype: DType) -> None:
     ],
 )
 def test_packed_elements_stay_packed(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    found, dtype = held(DTYPES[name], shape)
+    found, dtype = in_memory_type(DTYPES[name], shape)
     assert found == expected
     assert dtype == np.uint8
     assert np.prod(found) == nbytes(DTYPES[name], shape)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.storage.paths import as_text, place, shown
+from orbax_safetensors.storage.paths import absolute_path, as_text, shown
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_a_path_names_what_it_names_to_the_kernel(here, path, expected):
-    assert place(path) == place(Path(path)) == os.path.normpath(here / expected)
+    assert absolute_path(path) == absolute_path(Path(path)) == os.path.normpath(here / expected)
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_a_path_names_what_it_names_to_the_kernel(here, path, expected):
 )
 def test_a_parent_of_what_is_not_a_directory(here, path, error, why):
     with pytest.raises(error, match=why):
-        place(path)
+        absolute_path(path)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a/../b", "https://host/a/../b", "hf://owner/name/../b"])
 def test_urls_stay_as_they_are(here, url):
-    assert place(url) == url
+    assert absolute_path(url) == url
 
 
 def test_the_home_directory(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here / "other"))
-    assert as_text("~/m") == as_text(Path("~/m")) == place("~/m") == f"{here}/other/m"
-    assert place("~") == f"{here}/other"
-    assert place("~/../m") == f"{here}/m"
+    assert as_text("~/m") == as_text(Path("~/m")) == absolute_path("~/m") == f"{here}/other/m"
+    assert absolute_path("~") == f"{here}/other"
+    assert absolute_path("~/../m") == f"{here}/m"
     assert (as_text("a/~/m"), as_text("./~"), as_text("~a~")) == ("a/~/m", "./~", "~a~")
 
 

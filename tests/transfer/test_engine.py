@@ -10,7 +10,7 @@ import pytest
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.store import Stamp
-from orbax_safetensors.transfer.engine import Once
+from orbax_safetensors.transfer.engine import Lazy
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
 from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
@@ -364,8 +364,8 @@ def test_a_whole_file_that_fails_is_given_up_with_all_others():
 
 
 def test_threads_share_what_the_first_of_them_makes():
-    made, once = [], Once()
-    come, lock = threading.Semaphore(0), once._lock
+    made, lazy = [], Lazy()
+    come, lock = threading.Semaphore(0), lazy._lock
 
     class Lock:
         def __enter__(self):
@@ -380,19 +380,19 @@ def test_threads_share_what_the_first_of_them_makes():
         made.append(object())
         return made[-1]
 
-    once._lock = Lock()
+    lazy._lock = Lock()
     with ThreadPoolExecutor(8) as threads:
-        got = list(threads.map(lambda _: once.get(make), range(8)))
+        got = list(threads.map(lambda _: lazy.get(make), range(8)))
     assert len(made) == 1
     assert got == made * 8
 
 
 def test_threads_try_again_what_the_first_of_them_failed_to_make():
-    once = Once()
+    lazy = Lazy()
 
     def fail():
         raise StorageError("no")
 
     with pytest.raises(StorageError):
-        once.get(fail)
-    assert once.get(lambda: 1) == 1
+        lazy.get(fail)
+    assert lazy.get(lambda: 1) == 1

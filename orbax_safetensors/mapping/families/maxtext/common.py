@@ -197,7 +197,7 @@ def numbered(name: str, layers: Sequence[Leaves]) -> Leaves:
     return {f"{name}_{i}.{path}": view for i, layer in enumerate(layers) for path, view in layer.items()}
 
 
-def alike(name: str, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
+def stacked_or_numbered(name: str, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
     """Return similar layers, stacked if `scan_layers`, otherwise numbered."""
     return under(name, stacked(layers, axis)) if scan_layers else numbered(name, layers)
 
@@ -310,7 +310,7 @@ def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Ca
         c = completed(config, **defaults)
         refuse(c, *refused)
         layers = [layer(f"model.layers.{i}.", c) for i in range(c["num_hidden_layers"])]
-        return model(c, alike("layers", layers, scan_layers, param_scan_axis), vocab_size)
+        return model(c, stacked_or_numbered("layers", layers, scan_layers, param_scan_axis), vocab_size)
 
     return tree
 

@@ -14,7 +14,6 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
     Layer,
-    alike,
     experts,
     family,
     layer_norms,
@@ -22,6 +21,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     model,
     refuse,
     require,
+    stacked_or_numbered,
     under,
     variants_with,
 )
@@ -139,10 +139,10 @@ def _tree(
     first, last = c["first_k_dense_replace"], c["num_hidden_layers"]
     layers = range(last)  # not their names: a config may have any number
     decoder = {
-        **alike(
+        **stacked_or_numbered(
             "dense_layers", [dense(f"{prefix}layers.{i}.", c) for i in layers[:first]], scan_layers, param_scan_axis
         ),
-        **alike(
+        **stacked_or_numbered(
             "moe_layers", [sparse(f"{prefix}layers.{i}.", c) for i in layers[first:]], scan_layers, param_scan_axis
         ),
     }

@@ -13,7 +13,6 @@ import numpy as np
 
 from orbax_safetensors.mapping import Tree, View
 from orbax_safetensors.mapping.families.maxtext.common import (
-    alike,
     attention,
     family,
     head_norms,
@@ -24,6 +23,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     require_cycles,
     sandwich_norms,
     scaled_query,
+    stacked_or_numbered,
     under,
 )
 from orbax_safetensors.mapping.families.stored import (
@@ -64,7 +64,7 @@ def gemma2(
         for i in range(0, c["num_hidden_layers"], 2)
     ]
     factor = float(np.float32(sqrt(c["hidden_size"])))
-    decoder = alike("layers", layers, scan_layers, param_scan_axis)
+    decoder = stacked_or_numbered("layers", layers, scan_layers, param_scan_axis)
     return model(c, decoder, vocab_size, norm=_norm, factor=factor)
 
 
