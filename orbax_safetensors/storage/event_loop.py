@@ -5,26 +5,36 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from contextvars import Context
+from typing import Any, TypeVar, TypeVarTuple
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.threads import start
 
 _T = TypeVar("_T")
-
-# Seconds that an ending program waits for threads that deliver answers. They take microseconds if the system runs them.
-_LEAVE_SECONDS = 5.0
+_Ts = TypeVarTuple("_Ts")
 
 _lock = threading.Lock()
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process, or of the process that it was forked from
-_stopping: set[asyncio.AbstractEventLoop] = set()
+_loops: dict[int, _Loop] = {}  # of this process, or of the process that it was forked from
+_stopping: set[_Loop] = set()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that holds a lock while a thread gives it an answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answering = threading.RLock()
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        with self.answering:
+            return super().call_soon_threadsafe(callback, *args, context=context)
 
 
 class Requests:
@@ -109,7 +119,7 @@ def _begin(request: Coroutine[Any, Any, _T]) -> Future[_T]:
                     "this process was forked from a process that has used object stores or HTTP servers, and cannot "
                     "use them: have multiprocessing start it with 'spawn' or 'forkserver'"
                 )
-            loop = asyncio.new_event_loop()
+            loop = _Loop()
             try:
                 thread = start(loop.run_forever, "remote_stores")
             except BaseException:
@@ -122,7 +132,7 @@ def _begin(request: Coroutine[Any, Any, _T]) -> Future[_T]:
         return asyncio.run_coroutine_threadsafe(request, loop)
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _stop(loop: _Loop, thread: threading.Thread) -> None:
     """End the loop and all requests while the interpreter still exists, because their last answers go to it."""
     if _loops.get(os.getpid()) is not loop:  # the loop of the process that this process was forked from
         return
@@ -140,13 +150,5 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     thread.join()
     # A thread of obstore may not have returned yet from the call that gives the loop its answer. If the interpreter
     # ends before it returns, the program ends with SIGABRT.
-    until = time.monotonic() + _LEAVE_SECONDS
-    while _is_delivering() and time.monotonic() < until:
-        time.sleep(0.001)
-    loop.close()
-
-
-def _is_delivering() -> bool:
-    """Return whether a thread is in the call that gives a loop an answer."""
-    call = asyncio.BaseEventLoop.call_soon_threadsafe.__code__
-    return any(frame.f_code is call for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top))
+    with loop.answering:
+        loop.close()
