@@ -12,7 +12,7 @@ from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, pa
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.crc import crc_of
-from orbax_safetensors.storage.store import find_small
+from orbax_safetensors.storage.store import Store, find_small
 from orbax_safetensors.transfer.sums import Sums
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Comparison:
 
         Raises `MissingError` if a file is missing that the save wrote, unless the restore is `partial`.
         """
-        recorded = read_checksums(checkpoint) or {}
+        recorded = read_checksums(checkpoint.store, checkpoint.directory) or {}
         for missing in () if partial else missing_files(checkpoint, recorded):
             raise missing
         self.sums = Sums(with_gaps=False)
@@ -67,22 +67,14 @@ class Comparison:
         )
 
 
-def read_checksums(checkpoint: Checkpoint) -> Recorded | None:
-    """Return the record beside a checkpoint's files; None if there is none.
+def read_checksums(store: Store, directory: str) -> Recorded | None:
+    """Return the record beside the files in a directory; None if there is none.
 
     Raises `ChecksumError` if it is not one, and `StorageError` if it cannot be read.
     """
-    content = recorded_content(checkpoint)
-    return None if content is None else parse(content, path=_path(checkpoint))
-
-
-def recorded_content(checkpoint: Checkpoint) -> bytes | None:
-    """Return the content of the record beside a checkpoint's files, whatever it is; None if there is none."""
-    return find_small(checkpoint.store, _path(checkpoint), _MAX_BYTES)
-
-
-def _path(checkpoint: Checkpoint) -> str:
-    return posixpath.join(checkpoint.directory, CHECKSUMS_NAME)
+    path = posixpath.join(directory, CHECKSUMS_NAME)
+    content = find_small(store, path, _MAX_BYTES)
+    return None if content is None else parse(content, path=path)
 
 
 def missing_files(checkpoint: Checkpoint, recorded: Recorded) -> list[MissingError]:

@@ -129,7 +129,7 @@ def _verified(path: PathLike, data: bool, options: SafetensorsOptions) -> Verifi
     index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
     faults = [*findings, *_index_faults(checkpoint, index_opens), *record_faults(checkpoint)]
     try:
-        recorded = read_checksums(checkpoint) or {}
+        recorded = read_checksums(checkpoint.store, checkpoint.directory) or {}
     except (ChecksumError, StorageError) as fault:  # nothing to compare data with
         return Verified([fault, *faults], None, checkpoint)
     faults = [*missing_files(checkpoint, recorded), *faults]

@@ -15,11 +15,11 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums, recorded_content
+from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums
 from orbax_safetensors.checkpoint.one_state import unless_changed
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.delta.frames import PIECE_BYTES, Range, encode, open_files, range_of, zstandard
@@ -32,11 +32,11 @@ from orbax_safetensors.delta.version import (
     check_follows,
     index_of,
     path_of,
-    recorded_at,
 )
 from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.format.checksums import encode as encode_checksums
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, Header, TensorEntry
 from orbax_safetensors.format.layout import INDEX_NAME
@@ -93,25 +93,6 @@ class Delta:
     seconds: float
 
 
-@dataclass(frozen=True)
-class DeltaRequest:
-    """The arguments of `delta`; `old`, `new` and `publish` are absolute paths or URLs.
-
-    Raises `SafetensorsError` if they are not valid, or do not go together.
-    """
-
-    old: str
-    new: str
-    publish: str
-    version: int
-    options: SafetensorsOptions = field(default_factory=SafetensorsOptions)
-
-    def __post_init__(self) -> None:
-        if type(self.version) is not int or not 1 <= self.version <= MAX_VERSION:
-            raise SafetensorsError(f"version is {self.version!r}, must be an integer from 1 to {MAX_VERSION}")
-        check_one_store(self.options.storage_options, self.old, self.new, self.publish)
-
-
 def delta(
     old: PathLike, new: PathLike, publish: PathLike, *, version: int, options: SafetensorsOptions | None = None
 ) -> Delta:
@@ -137,21 +118,19 @@ def delta(
       ChecksumError: a checkpoint differs from the checksums of its save, or `old` from those of the version before.
       StorageError: the version exists or does not follow, or something cannot be read or written. Nothing is published.
     """
-    old, new, publish = absolute_path(old), absolute_path(new), absolute_path(publish)
-    return prepare(DeltaRequest(old, new, publish, version, SafetensorsOptions.of(options))).run()
-
-
-def prepare(request: DeltaRequest) -> DeltaJob:
-    """Read both headers and look at what is published; raises the errors of `delta` that this shows."""
+    options = SafetensorsOptions.of(options)
     zstandard()
-    storage_options = request.options.storage_options
-    old, new = (read_checkpoint(path, storage_options) for path in (request.old, request.new))
-    _check_alike(old, new)
-    store, publish = store_of(request.publish, storage_options)
+    if type(version) is not int or not 1 <= version <= MAX_VERSION:
+        raise SafetensorsError(f"version is {version!r}, must be an integer from 1 to {MAX_VERSION}")
+    old, new, publish = absolute_path(old), absolute_path(new), absolute_path(publish)
+    check_one_store(options.storage_options, old, new, publish)
+    before, after = (read_checkpoint(path, options.storage_options) for path in (old, new))
+    _check_alike(before, after)
+    store, publish = store_of(publish, options.storage_options)
     if not store.writes:
         raise StorageError(f"{publish}: {READ_ONLY}")
-    check_follows(store, publish, request.version)
-    return DeltaJob(request, old, new, store, publish)
+    check_follows(store, publish, version)
+    return _DeltaJob(before, after, version, store, publish, options).run()
 
 
 def _check_alike(old: Checkpoint, new: Checkpoint) -> None:
@@ -169,22 +148,23 @@ def _check_alike(old: Checkpoint, new: Checkpoint) -> None:
 
 
 @dataclass(frozen=True)
-class DeltaJob:
-    """A delta that is prepared."""
+class _DeltaJob:
+    """A delta that can be published: both checkpoints have the same tensors, and the version follows."""
 
-    request: DeltaRequest
     old: Checkpoint
     new: Checkpoint
+    version: int
     store: Store
     publish: str
+    options: SafetensorsOptions
 
     def run(self) -> Delta:
         """Compare, write and publish; see `delta`."""
         started = time.perf_counter()
-        path = path_of(self.publish, self.request.version)
+        path = path_of(self.publish, self.version)
         checks = self._checks()
         with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(passing(self.request.options.progress, "delta"))
+            progress = stack.enter_context(passing(self.options.progress, "delta"))
             compared = sum(checkpoint.nbytes for checkpoint, _, _ in checks)
             meter = Meter(progress or (lambda done, total: None), self.old.nbytes + self.new.nbytes + compared)
             if self.store.is_local:
@@ -201,7 +181,7 @@ class DeltaJob:
         tensors = self.new.tensors.values()
         done = Delta(
             path,
-            self.request.version,
+            self.version,
             tensors=len(tensors),
             changed_tensors=sum(elements > 0 for elements in changed.values()),
             elements=sum(8 * tensor.nbytes // max(8, tensor.stored_dtype.bits) for tensor in tensors),
@@ -221,7 +201,7 @@ class DeltaJob:
         read: list[int] = []
         changed: dict[str, int] = {}
         headers: dict[str, Header] = {}
-        groups = _balanced(self.new, self.request.options.threads or min(_MAX_FILES, self.new.store.cost.requests))
+        groups = _balanced(self.new, self.options.threads or min(_MAX_FILES, self.new.store.cost.requests))
         with contextlib.ExitStack() as stack:
             old, new = open_files(self.old, stack), open_files(self.new, stack)
 
@@ -236,14 +216,14 @@ class DeltaJob:
                 file.check(stored.stamp)
         for checkpoint, recorded, fault in checks:
             meter.begin(checkpoint.nbytes)
-            options = replace(self.request.options, progress=lambda done, total: meter.moved(done / max(total, 1)))
+            options = replace(self.options, progress=lambda done, total: meter.moved(done / max(total, 1)))
             with unless_changed(checkpoint):
                 check(checkpoint, recorded, options, fault)
         meter.end()
-        if (record := recorded_content(self.new)) is not None:
-            write_small(LocalStore(), os.path.join(directory, CHECKSUMS_NAME), record)
+        if (saved := read_checksums(self.new.store, self.new.directory)) is not None:
+            write_small(LocalStore(), os.path.join(directory, CHECKSUMS_NAME), encode_checksums(saved))
         weight_map = {tensor: name for name, header in headers.items() for tensor in header.tensors}
-        index = index_of(self.request.version, weight_map)
+        index = index_of(self.version, weight_map)
         write_small(LocalStore(), os.path.join(directory, INDEX_NAME), index.encode())
         return changed, sum(headers[name].file_bytes for name in index.files)
 
@@ -289,18 +269,18 @@ class DeltaJob:
 
         The old bytes have to be those of the version before, or of their save, and the new ones those of their save.
         """
-        before = path_of(self.publish, self.request.version - 1)
-        published, saved = recorded_at(self.store, before), "its bytes are not those of its save"
+        before = path_of(self.publish, self.version - 1)
+        published, saved = read_checksums(self.store, before), "its bytes are not those of its save"
         checks = (
             (self.old, published, f"is not the checkpoint that {before} has published"),
-            (self.old, None if published else read_checksums(self.old), saved),
-            (self.new, read_checksums(self.new), saved),
+            (self.old, None if published else read_checksums(self.old.store, self.old.directory), saved),
+            (self.new, read_checksums(self.new.store, self.new.directory), saved),
         )
         return [(checkpoint, recorded, fault) for checkpoint, recorded, fault in checks if recorded is not None]
 
     def _upload(self, directory: str, path: str) -> None:
         """Write the files as objects, the index last; until then, what is in its place makes readers fail."""
-        check_follows(self.store, self.publish, self.request.version)
+        check_follows(self.store, self.publish, self.version)
         self.store.delete(path, self.store.below(path))
         place, unfinished = posixpath.join(path, INDEX_NAME), UNFINISHED + f'"{secrets.token_hex(8)}"}}'.encode()
         write_small(self.store, place, unfinished)

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import Recorded
+from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums
 from orbax_safetensors.checkpoint.data import check_data
 from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile
 from orbax_safetensors.checkpoint.header_texts import read_text
 from orbax_safetensors.errors import ChecksumError, HeaderError, IndexFileError, MissingError, StorageError
-from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, parse
+from orbax_safetensors.format.checksums import FileChecksums
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME
@@ -88,13 +88,6 @@ def _is_unfinished(store: Store, path: str) -> bool:
     return content is not None and content.startswith(UNFINISHED)
 
 
-def recorded_at(store: Store, path: str) -> Recorded | None:
-    """Return the checksums beside the files of a version, full or delta; None if there are none."""
-    path = posixpath.join(path, CHECKSUMS_NAME)
-    content = find_small(store, path, MAX_HEADER_BYTES)
-    return None if content is None else parse(content, path=path)
-
-
 def check(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsOptions, fault: str) -> Recorded:
     """Raise `ChecksumError`, which says the `fault`, unless all tensors have the recorded bytes.
 
@@ -138,7 +131,7 @@ def read_delta(store: Store, path: str) -> DeltaVersion:
     files = {file: StoredFile.of(file, *read_text(store, file)) for file in names}
     for file, stored in files.items():
         _check_file(file, stored, names[file])
-    return DeltaVersion(path, version, files, recorded_at(store, path))
+    return DeltaVersion(path, version, files, read_checksums(store, path))
 
 
 def _version_of(index: Index, name: str, place: str) -> int:
