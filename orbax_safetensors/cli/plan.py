@@ -23,9 +23,9 @@ from orbax_safetensors import (
     plan_save,
 )
 from orbax_safetensors.checkpoint.config import CONFIG_NAME, read_config
-from orbax_safetensors.checkpoint.described import described_directory, read_for_plan
 from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.files import is_orbax
+from orbax_safetensors.checkpoint.from_config import config_directory, read_for_plan
 from orbax_safetensors.checkpoint.open import stored_arrays
 from orbax_safetensors.cli.arguments import (
     UsageError,
@@ -60,9 +60,9 @@ from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.directories import requests_at_once
 from orbax_safetensors.orbax_store.leaf import ARRAYS
 from orbax_safetensors.orbax_store.restore_plan import plan_orbax_restore
-from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.match import match
 from orbax_safetensors.restore.plan import PlannedRestore
+from orbax_safetensors.restore.sharding_choice import choose_shardings
 from orbax_safetensors.storage.paths import absolute_path
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.estimate import estimate
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     counts = _process_counts(args)
     if args.bandwidth is None:
         refuse(args, ("latency",), "is for an estimate of the time, which also needs --bandwidth")
-    from_config = described_directory(args.path) is not None
+    from_config = config_directory(args.path) is not None
     if not from_config and is_orbax(absolute_path(args.path)):
         return _run_orbax(args, counts[0], output)
     if len(args.mesh) > 1:
@@ -338,7 +338,7 @@ def _axes(
     shapes = {name: view.shape for name, view in checkpoint.leaves.items()}
     if args.spec:
         return assign(shapes, args.spec, mesh)
-    sharding_of = cheapest(checkpoint, _abstract(mesh), options)
+    sharding_of = choose_shardings(checkpoint, _abstract(mesh), options)
     return {name: axes_of(sharding_of(name, shape).spec) for name, shape in shapes.items()}
 
 
@@ -351,7 +351,7 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
     document |= {"uneven_arrays": scenario.uneven} | json.loads(plan.to_json())
-    instead = scenario.restore.instead(plan)
+    instead = scenario.restore.cheaper_shardings(plan)
     for leaf in document["over_reads"]:
         leaf["instead"] = [
             asdict(other) | {"axes": axes_text(other.axes), "over_read": other.over_read}

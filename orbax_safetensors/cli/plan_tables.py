@@ -13,7 +13,7 @@ from orbax_safetensors import ConversionPlan, RestorePlan, SavePlan, TimeEstimat
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Facts, Printer, Seconds, Size, shape_text
 from orbax_safetensors.orbax_store.restore_plan import OrbaxLeafOverRead, OrbaxRestorePlan
-from orbax_safetensors.restore.advice import Instead
+from orbax_safetensors.restore.advice import CheaperSharding
 from orbax_safetensors.restore.cost import LeafReads
 from orbax_safetensors.restore.plan import PlannedRestore
 from orbax_safetensors.streaming.cost import PlannedArray
@@ -354,7 +354,7 @@ def _files_written(output: Printer, requests: str, processes: Mapping[int, Seque
 
 def _over_reads(scenario: Scenario, output: Printer) -> None:
     """Print the leaves that waste most, and the partition that would waste less, if there is one."""
-    others = scenario.restore.instead(scenario.plan)
+    others = scenario.restore.cheaper_shardings(scenario.plan)
     digits = ".2f" if output.for_people else ".6g"
     rows: list[tuple[Cell, ...]] = []
     for text, leaves, reads in _most_wasteful([scenario.plan.over_reads], output):
@@ -383,14 +383,14 @@ def _most_wasteful(
     return sorted(rows, key=lambda row: row[2].needed_bytes - row[2].read_bytes)
 
 
-def _best(choices: Sequence[Sequence[Instead]]) -> Instead | None:
+def _best(choices: Sequence[Sequence[CheaperSharding]]) -> CheaperSharding | None:
     """Return the partition that all of some leaves can have and that reads least; sums over the leaves."""
-    sums: dict[Axes, list[Instead]] = {}
+    sums: dict[Axes, list[CheaperSharding]] = {}
     for leaf in choices:
         for choice in leaf:
             sums.setdefault(choice.axes, []).append(choice)
     totals = ((axes, Reads.total(same)) for axes, same in sums.items() if len(same) == len(choices))
-    possible = [Instead(axes, reads.needed_bytes, reads.read_bytes) for axes, reads in totals]
+    possible = [CheaperSharding(axes, reads.needed_bytes, reads.read_bytes) for axes, reads in totals]
     return min(possible, key=lambda choice: choice.over_read, default=None)
 
 

@@ -33,7 +33,7 @@ _CRUMBS = 8
 def chunk_shape(
     shape: tuple[int, ...],
     shard: tuple[int, ...],
-    grain: tuple[int, ...],
+    atomic_tile: tuple[int, ...],
     order: tuple[int, ...],
     limit: int,
     tile_limit: int,
@@ -41,24 +41,24 @@ def chunk_shape(
     """Return the shape of chunks of an array that is sharded into shards of the shape `shard`.
 
     Chunks are even cuts of a shard, along the outermost axes of the source first. They have at most `limit` elements,
-    and a tile of `tile_limit` elements can hold whole chunks and whole grains of the source, unless a grain alone is
-    too large. Along an axis that is not sharded, the last chunk may be shorter.
+    and a tile of `tile_limit` elements can hold whole chunks and whole atomic tiles of the source, unless one such tile
+    alone is too large. Along an axis that is not sharded, the last chunk may be shorter.
     """
     sharded = tuple(length < size for length, size in zip(shard, shape, strict=True))
     chunk = _cut(shard, sharded, shape, (1,) * len(shape), order, min(limit, tile_limit))
-    meeting = _cut(chunk, sharded, shape, grain, order, tile_limit)
-    return meeting if prod(common(meeting, grain, shape)) <= tile_limit else chunk
+    meeting = _cut(chunk, sharded, shape, atomic_tile, order, tile_limit)
+    return meeting if prod(common(meeting, atomic_tile, shape)) <= tile_limit else chunk
 
 
 def _cut(
     chunk: tuple[int, ...],
     sharded: tuple[bool, ...],
     shape: tuple[int, ...],
-    grain: tuple[int, ...],
+    atomic_tile: tuple[int, ...],
     order: tuple[int, ...],
     limit: int,
 ) -> tuple[int, ...]:
-    """Return `chunk`, cut until a tile of whole chunks and whole grains has at most `limit` elements.
+    """Return `chunk`, cut until a tile of whole chunks and whole atomic tiles has at most `limit` elements.
 
     An axis whose fitting divisors all leave crumbs is cut less than the limit needs, and the next axes more, if that
     suffices.
@@ -66,7 +66,7 @@ def _cut(
     cut = chunk
 
     def elements(axis: int, size: int) -> int:
-        return prod(common((*cut[:axis], size, *cut[axis + 1 :]), grain, shape))
+        return prod(common((*cut[:axis], size, *cut[axis + 1 :]), atomic_tile, shape))
 
     for least in (limit // _CRUMBS, 0):
         cut = chunk
@@ -79,7 +79,7 @@ def _cut(
             if fitting and elements(axis, best) < least:
                 best = min(size for size in sizes if size not in fitting)
             cut = (*cut[:axis], best, *cut[axis + 1 :])
-        if prod(common(cut, grain, shape)) <= limit:
+        if prod(common(cut, atomic_tile, shape)) <= limit:
             break
     return cut
 
@@ -97,24 +97,24 @@ def _even_cuts(size: int) -> list[int]:
     return sorted({-(-size // parts) for parts in range(1, isqrt(size) + 1)} | set(range(1, isqrt(size) + 1)))
 
 
-def common(chunk: Sequence[int], grain: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the smallest tile of whole chunks and of whole grains."""
+def common(chunk: Sequence[int], atomic_tile: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the smallest tile of whole chunks and of whole atomic tiles."""
     return tuple(
         min(lcm(*steps) if all(step < size for step in steps) else size, size)
-        for *steps, size in zip(chunk, grain, shape, strict=True)
+        for *steps, size in zip(chunk, atomic_tile, shape, strict=True)
     )
 
 
-def tile_shape(shape: Sequence[int], grain: Sequence[int], order: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Return the shape of tiles: multiples of `grain`, of at most `limit` elements or one grain.
+def tile_shape(shape: Sequence[int], atomic_tile: Sequence[int], order: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Return the shape of tiles: multiples of `atomic_tile`, of at most `limit` elements or one such tile.
 
     Tiles are longest along the axes that come first in `order`.
     """
-    out = [min(step, size) for step, size in zip(grain, shape, strict=True)]
+    out = [min(step, size) for step, size in zip(atomic_tile, shape, strict=True)]
     for axis in order:
-        grains = limit // max(prod(out), 1)
-        if grains > 1:
-            out[axis] = min(shape[axis], out[axis] * grains)
+        count = limit // max(prod(out), 1)
+        if count > 1:
+            out[axis] = min(shape[axis], out[axis] * count)
     return tuple(out)
 
 

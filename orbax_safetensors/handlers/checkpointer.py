@@ -21,13 +21,13 @@ from orbax_safetensors.devices.agreement import new_key, reaching_others, same_a
 from orbax_safetensors.errors import SafetensorsError, storage_errors
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
-from orbax_safetensors.handlers.beside import read_beside, write_beside
 from orbax_safetensors.handlers.checkpoint_handler import (
     SafetensorsHandler,
     SafetensorsRestore,
     SafetensorsSave,
     checked,
 )
+from orbax_safetensors.handlers.sidecar_files import read_sidecar_file, write_sidecar_files
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
@@ -99,7 +99,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         self._step_file(began, custom_metadata)  # raises before anything is written
         self._handler.save(directory, save_args, existing="replaced" if force else "refused")
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished_text(directory)}
-        write_beside(directory, files, options=self._options, active=active)
+        write_sidecar_files(directory, files, options=self._options, active=active)
 
     def _save_to_path(
         self, path: str, args: Any, active: ActiveProcesses, *, force: bool, custom_metadata: dict[str, Any] | None
@@ -140,7 +140,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         # If this raised inside of Orbax, Orbax would go on without it.
         item_metadata = self._handler.metadata(directory)
         # Read here in any case, because Orbax would wait for the writer of a pipe.
-        text = read_beside(directory, STEP_FILE, options=self._options)
+        text = read_sidecar_file(directory, STEP_FILE, options=self._options)
         if not _is_ours(directory):
             return super().metadata(directory)
         if text is None:

@@ -14,7 +14,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.handlers.beside import read_beside
+from orbax_safetensors.handlers.sidecar_files import read_sidecar_file
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.restore.request import RestoreRequest
@@ -131,7 +131,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
 
     def _shardings(self, directory: Any) -> dict[str, ocp.metadata.ShardingMetadata]:
         """Return the recorded shardings of the leaves in a directory."""
-        content = read_beside(directory, SHARDING_FILE, options=self._options)
+        content = read_sidecar_file(directory, SHARDING_FILE, options=self._options)
         return parse_shardings(content, str(directory))
 
     def _bounded(self, infos: Sequence[Any]) -> SafetensorsOptions:

@@ -20,7 +20,7 @@ _MAX_PARTITIONS = 64
 
 
 @dataclass(frozen=True)
-class Instead(OverRead):
+class CheaperSharding(OverRead):
     """What processes would read of a leaf if these mesh axes sharded its dimensions."""
 
     axes: Axes
@@ -28,7 +28,7 @@ class Instead(OverRead):
     read_bytes: int
 
 
-def instead(target: Target, reads: Callable[[Target], Reads]) -> tuple[Instead, ...]:
+def cheaper_shardings(target: Target, reads: Callable[[Target], Reads]) -> tuple[CheaperSharding, ...]:
     """Return what a leaf's mesh axes would cost on other dimensions, the partition that reads least first.
 
     Only dimensions that the axes divide evenly count. First, all axes together shard one dimension, in the order of the
@@ -40,10 +40,10 @@ def instead(target: Target, reads: Callable[[Target], Reads]) -> tuple[Instead, 
     if not isinstance(sharding, NamedSharding):
         return ()
 
-    def planned(axes: Axes) -> Instead:
+    def planned(axes: Axes) -> CheaperSharding:
         other = NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in axes)))
         cost = reads(replace(target, sharding=other))
-        return Instead(axes, cost.needed_bytes, cost.read_bytes)
+        return CheaperSharding(axes, cost.needed_bytes, cost.read_bytes)
 
     one_dimension, several = _partitions(sharding, target.shape)
     plans = [planned(axes) for axes in one_dimension]

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.described import read_for_plan
 from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.from_config import read_for_plan
 from orbax_safetensors.devices.sharding import by_process, device_boxes, device_owners, num_processes, plain
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
@@ -175,16 +175,16 @@ class PlannedRestore:
             open_requests=self.checkpoint.open_requests,
         )
 
-    def instead(self, plan: RestorePlan) -> dict[str, tuple[advice.Instead, ...]]:
-        """Return for each of the `over_reads` of `plan` what other shardings would read; see `advice.instead`."""
+    def cheaper_shardings(self, plan: RestorePlan) -> dict[str, tuple[advice.CheaperSharding, ...]]:
+        """Return what other shardings would read for each of the `over_reads` of `plan`, as in `restore/advice.py`."""
         targets = {target.name: target for target in self.targets}
-        known: dict[object, tuple[advice.Instead, ...]] = {}
+        known: dict[object, tuple[advice.CheaperSharding, ...]] = {}
         out = {}
         for leaf in plan.over_reads:
             target = targets[leaf.name]
             form = advice.form(target, self.checkpoint.location)
             if form not in known:
-                known[form] = advice.instead(target, self._reads)
+                known[form] = advice.cheaper_shardings(target, self._reads)
             out[leaf.name] = known[form]
         return out
 

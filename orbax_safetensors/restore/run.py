@@ -21,12 +21,12 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.restore import replicas
-from orbax_safetensors.restore.cheapest import cheapest
 from orbax_safetensors.restore.coordination import all_or_none, at_one_commit, restore_key
 from orbax_safetensors.restore.fill import filling
 from orbax_safetensors.restore.match import Matched, match, placed
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
+from orbax_safetensors.restore.sharding_choice import choose_shardings
 from orbax_safetensors.storage.process_memory import no_collection
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _match_leaves(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoi
     tree = saved_tree(stored, request.family, request.variant, complete=not request.leaves_out, dequantize=dequantize)
     checkpoint, sharding_of = tree.checkpoint, request.sharding_of
     if request.mesh is not None:
-        sharding_of = cheapest(checkpoint, request.mesh, request.options)
+        sharding_of = choose_shardings(checkpoint, request.mesh, request.options)
     if tree.recorded is None and sharding_of is None and jax.process_count() > 1:
         raise TensorMismatchError(
             f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each array a "

@@ -74,7 +74,7 @@ class Sources:
             left, blocks, plan = self._planned(batch, answers)
             offsets = direct_offsets(plan, self._checkpoint.store)
         memory = self._in_flight.take(batch, [block.nbytes for block in blocks], offsets)
-        empty = {constant.end.block for constant in plan.constants}
+        empty = {constant.destination.block for constant in plan.constants}
         for number, block in enumerate(blocks):
             if number in empty or prod(block.shape) != block.box.volume:  # elements over the end of its view
                 memory[number][:] = 0

@@ -106,13 +106,13 @@ def _batches(
     # A chunk is decoded whole, so tiles are of whole chunks if only one of both has them.
     cut: list[Bundle]
     if first.decoded and not second.decoded:
-        grains = {other[name]: first.grain(name) for name in names}
+        atomic_tiles = {other[name]: first.atomic_tile(name) for name in names}
         back = {other[name]: name for name in names}
-        found = bundles(second, grains, {}, [(name,) for name in grains], memory_bytes)
+        found = bundles(second, atomic_tiles, {}, [(name,) for name in atomic_tiles], memory_bytes)
         cut = [tuple(Tile(back[tile.name], tile.box) for tile in bundle) for bundle in found]
     else:
-        grains = {name: second.grain(other[name]) for name in names}
-        cut = bundles(first, grains, {}, [(name,) for name in names], memory_bytes)
+        atomic_tiles = {name: second.atomic_tile(other[name]) for name in names}
+        cut = bundles(first, atomic_tiles, {}, [(name,) for name in names], memory_bytes)
     sizes = [nbytes(bundle, first.leaves) for bundle in cut]
     done, total = 0, sum(sizes)
     for batch in batches(zip(cut, sizes, strict=True), step_bytes(total, batch_bytes(memory_bytes))):

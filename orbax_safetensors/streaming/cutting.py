@@ -58,11 +58,11 @@ def step_bytes(total: int, most: int) -> int:
 def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> int:
     """Return the most bytes of a tile of each of `names`, which move together.
 
-    That is their part of a batch, or of the largest bundle if a grain that is decoded as a whole has more.
+    That is their part of a batch, or of the largest bundle if an atomic tile that is decoded as a whole has more.
     """
-    grain = max(prod(source.grain(name)) * source.leaves[name].dtype.itemsize for name in names)
+    atomic_bytes = max(prod(source.atomic_tile(name)) * source.leaves[name].dtype.itemsize for name in names)
     part = batch_bytes(memory_bytes) // len(names)
-    return max(part if grain <= part or not source.decoded else bundle_bytes(memory_bytes) // len(names), 1)
+    return max(part if atomic_bytes <= part or not source.decoded else bundle_bytes(memory_bytes) // len(names), 1)
 
 
 def pace(cost: Cost, memory_bytes: int) -> Pace:
@@ -108,21 +108,23 @@ def _least_tile_bytes(source: TileSource, name: str) -> int:
 
 def bundles(
     source: TileSource,
-    grains: Mapping[str, tuple[int, ...]],
+    atomic_tiles: Mapping[str, tuple[int, ...]],
     orders: Mapping[str, tuple[int, ...]],
     together: Iterable[tuple[str, ...]],
     memory_bytes: int,
 ) -> list[Bundle]:
-    """Return all tiles of a source's leaves: boxes of whole `grains` of the sink, and of the source if these fit.
+    """Return all tiles of a source's leaves: boxes of whole `atomic_tiles` of the sink, and of the source if they fit.
 
     Tiles are longest along the axes that come first in `orders`, or in the source's order. Tiles of leaves that are
     `together` make one bundle, box by box, if the leaves are cut alike. Tiles have at most `tile_bytes`, unless one
-    grain has more. Raises `SafetensorsError` if that makes more tiles than a process can keep.
+    atomic tile has more. Raises `SafetensorsError` if that makes more tiles than a process can keep.
     """
     out: list[Bundle] = []
     for names in together:
         limit = tile_bytes(source, names, memory_bytes)
-        out += bundled({name: list(_boxes(source, name, grains[name], orders.get(name), limit)) for name in names})
+        out += bundled(
+            {name: list(_boxes(source, name, atomic_tiles[name], orders.get(name), limit)) for name in names}
+        )
         if len(out) > _MAX_BUNDLES:
             total = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in source.leaves.values())
             raise SafetensorsError(
@@ -141,13 +143,13 @@ def bundled(boxes: Mapping[str, Sequence[Box]]) -> list[Bundle]:
 
 
 def _boxes(
-    source: TileSource, name: str, grain: tuple[int, ...], order: tuple[int, ...] | None, limit: int
+    source: TileSource, name: str, atomic_tile: tuple[int, ...], order: tuple[int, ...] | None, limit: int
 ) -> Iterator[Box]:
     shape = source.leaves[name].shape
     order = order or source.order(name)
     elements = max(limit // source.leaves[name].dtype.itemsize, 1)
-    both = common(grain, source.grain(name), shape)
-    return tiles(shape, tile_shape(shape, both if prod(both) <= elements else grain, order, elements), order)
+    both = common(atomic_tile, source.atomic_tile(name), shape)
+    return tiles(shape, tile_shape(shape, both if prod(both) <= elements else atomic_tile, order, elements), order)
 
 
 def interleaved(views: Mapping[str, View]) -> list[tuple[str, ...]]:

@@ -48,9 +48,9 @@ class FilesSink(Sink):
         check_tiles(source, groups, memory_bytes)
         self.path, self.files = path, files.planned
         self.batch_bytes = batch_bytes(memory_bytes)
-        grains = {name: (1,) * leaf.ndim for name, leaf in source.leaves.items()}
+        atomic_tiles = {name: (1,) * leaf.ndim for name, leaf in source.leaves.items()}
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
-        self.units = [(bundle,) for bundle in bundles(source, grains, orders, groups, memory_bytes)]
+        self.units = [(bundle,) for bundle in bundles(source, atomic_tiles, orders, groups, memory_bytes)]
         self.workspace = PartialDirectory(path, partial(files.digest, source.identity, model_files, self.units))
         self._files, self._model_files = files, model_files
         self._store = LocalStore()

@@ -172,7 +172,7 @@ def orbax_sink(
         chunk = chunk_shape(
             leaf.shape,
             leaf.chunk_shape,
-            source.grain(name),
+            source.atomic_tile(name),
             source.order(name),
             max(min(chunk_bytes, tile_limits[name]) // leaf.dtype.itemsize, 1),
             max(tile_limits[name] // leaf.dtype.itemsize, 1),
@@ -186,6 +186,6 @@ def orbax_sink(
     checkpoint = UnfinishedCheckpoint(path, cut_items, source=source.identity, **options)
     for name, leaf in checkpoint.leaves.items():
         check_fits(name, leaf.chunk_nbytes, memory_bytes)
-    grains = {name: leaf.chunk_shape for name, leaf in checkpoint.leaves.items()}
-    units = [(bundle,) for bundle in bundles(source, grains, {}, groups, memory_bytes)]
+    atomic_tiles = {name: leaf.chunk_shape for name, leaf in checkpoint.leaves.items()}
+    units = [(bundle,) for bundle in bundles(source, atomic_tiles, {}, groups, memory_bytes)]
     return OrbaxSink(checkpoint, names, units, batch_bytes(memory_bytes))

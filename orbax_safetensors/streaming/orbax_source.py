@@ -67,7 +67,7 @@ class OrbaxSource:
         grid = self._arrays[name].grid
         return tuple(sorted(range(len(grid)), key=lambda axis: (grid[axis], -axis)))
 
-    def grain(self, name: str) -> tuple[int, ...]:
+    def atomic_tile(self, name: str) -> tuple[int, ...]:
         """Return the shape of a chunk."""
         leaf = self._arrays[name]
         return tuple(min(chunk, size) for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True))

@@ -68,7 +68,7 @@ class SafetensorsSource:
         """See `TileSource`."""
         return storage_order(self._views[name])
 
-    def grain(self, name: str) -> tuple[int, ...]:
+    def atomic_tile(self, name: str) -> tuple[int, ...]:
         """Return the shape of a stored row, or of several rows if one is short."""
         shape, dtype = self.leaves[name].shape, self.leaves[name].dtype
         out = [1] * len(shape)

@@ -56,7 +56,7 @@ def statistics(source: TileSource, name: str, memory_bytes: int, progress: Progr
     sums: list[float] = []
     count = nans = 0
     meter = Meter(progress or (lambda done, total: None), prod(leaf.shape) * leaf.dtype.itemsize)
-    for bundle in bundles(source, {name: source.grain(name)}, {}, [(name,)], memory_bytes):
+    for bundle in bundles(source, {name: source.atomic_tile(name)}, {}, [(name,)], memory_bytes):
         meter.begin(nbytes(bundle, source.leaves))
         (tile,) = source.read(bundle, lambda share: meter.moved(share / 2))
         flat = tile.reshape(-1)

@@ -82,7 +82,7 @@ class TileSource(Protocol):
     def order(self, name: str) -> tuple[int, ...]:
         """Return the axes of a leaf, innermost in storage first."""
 
-    def grain(self, name: str) -> tuple[int, ...]:
+    def atomic_tile(self, name: str) -> tuple[int, ...]:
         """Return the shape of the boxes that are best read whole; they begin at multiples of it."""
 
     def read(self, tiles: Sequence[Tile], report: Callable[[float], None] | None = None) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.storage.memory import PAGE_BYTES, allocate
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import File, NewFile
-from orbax_safetensors.transfer.plan import Block, End, Extent, Part, TransferPlan, same_bits
+from orbax_safetensors.transfer.plan import Block, Destination, Extent, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.strided_copy import elements, words
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.threads import run_tasks
@@ -76,9 +76,9 @@ class Task(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Both sides of a strided copy as arrays of one shape, its end in the plan, and whether it moves bits."""
+    """Both sides of a strided copy as arrays of one shape, its destination in the plan, and whether it moves bits."""
 
-    end: End
+    destination: Destination
     same_bits: bool
     packed: np.ndarray
     dense: np.ndarray
@@ -152,9 +152,9 @@ class Transfer(ABC, Generic[_F]):
     def _window(self, window: Window) -> None:
         access = window.part.access
         if isinstance(access, Direct):
-            end = window.part.ends[access.buffer]
-            offset = end.begin * window.part.location.dtype.itemsize + access.offset
-            self._runs(window, window.memory[end.block][offset + window.low : offset + window.high])
+            destination = window.part.destinations[access.buffer]
+            offset = destination.begin * window.part.location.dtype.itemsize + access.offset
+            self._runs(window, window.memory[destination.block][offset + window.low : offset + window.high])
         else:
             self._staged(window, access)
 
@@ -186,15 +186,15 @@ class Transfer(ABC, Generic[_F]):
         `packed` has elements of the dtype `stored`, and `copies` what each use makes of them.
         """
         for use, parts in zip(access.uses, copies, strict=True):
-            end = window.part.ends[use.buffer]
-            held, memory = window.blocks[end.block].dtype, window.memory[end.block]
-            same = same_bits(end.ops, stored, held)
+            destination = window.part.destinations[use.buffer]
+            held, memory = window.blocks[destination.block].dtype, window.memory[destination.block]
+            same = same_bits(destination.ops, stored, held)
             for part in parts:
-                copy = part.onward(end.begin)
+                copy = part.onward(destination.begin)
                 if same:
-                    yield _Copy(end, True, *words(copy, packed, memory, stored.itemsize))
+                    yield _Copy(destination, True, *words(copy, packed, memory, stored.itemsize))
                 else:
-                    yield _Copy(end, False, *elements(copy, packed, stored, memory, held))
+                    yield _Copy(destination, False, *elements(copy, packed, stored, memory, held))
 
     def _runs(self, window: Window, packed: np.ndarray) -> None:
         """Move the bytes of a window, which `packed` holds, with one request for each run."""

@@ -89,10 +89,12 @@ class Extent:
     parts: tuple[tuple[int, int, int], ...]
 
 
-class End(NamedTuple):
-    """The block at one end of copies, by number, and the operations on the elements on their way there.
+class Destination(NamedTuple):
+    """The block that a restore fills with some copies, by number, and the operations on the elements on their way.
 
-    Destinations count from the element `begin` of the block on, so that copies of like tensors are equal.
+    A copy that goes to element 3 of its destination goes to element `begin + 3` of the block. The copies of two layers
+    of a stack, which differ only in where they go, are so the same copies with two destinations. A save moves from
+    here to the file.
     """
 
     block: int
@@ -102,12 +104,12 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a tensor that move in windows. `ends` has the end for each buffer of `access`."""
+    """Bytes of a tensor that move in windows. `destinations` has one for each buffer of `access`."""
 
     tensor: str
     location: Location
     access: Direct | Staged
-    ends: tuple[End, ...]
+    destinations: tuple[Destination, ...]
 
     @property
     def file(self) -> int:
@@ -116,9 +118,9 @@ class Part:
 
 
 class Constant(NamedTuple):
-    """Elements of a block that no tensor stores: at the destination of `copy`, the result of `end.ops` on zero."""
+    """Elements of a block that no tensor stores: where `copy` goes, the result of `destination.ops` on zero."""
 
-    end: End
+    destination: Destination
     copy: Copy
 
 
@@ -213,7 +215,7 @@ def transfer_plan(
     for number, block in enumerate(blocks):
         for cut in block.view.cuts(block.box, block.shape):
             if cut.tensor is None:
-                constants.append(Constant(End(number, cut.ops, cut.begin), cut.copy))
+                constants.append(Constant(Destination(number, cut.ops, cut.begin), cut.copy))
             else:
                 uses.setdefault(cut.tensor, []).append((number, cut))
     located = in_file_order(uses, locate)
@@ -232,8 +234,8 @@ def transfer_plan(
             runs = direct.runs
             ranges.append(_Range(location.file, location.begin + runs.begin, runs.length, number, offset))
         if gathered.windowed:
-            ends = tuple([End(number, cut.ops, cut.begin) for number, cut in users])
-            parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
+            destinations = tuple([Destination(number, cut.ops, cut.begin) for number, cut in users])
+            parts += [Part(name, location, reads, destinations) for reads in gathered.windowed]
     return TransferPlan(tuple(_extents(ranges, max_request_bytes)), tuple(parts), tuple(constants), tuple(tensors))
 
 

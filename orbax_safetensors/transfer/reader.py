@@ -47,7 +47,7 @@ class Reader(Transfer[File]):
     ) -> Iterator[Callable[[], None]]:
         """See `Transfer`."""
         for constant in plan.constants:
-            _fill(constant, blocks[constant.end.block], memory[constant.end.block])
+            _fill(constant, blocks[constant.destination.block], memory[constant.destination.block])
         yield from (task.run for task in self._requests(plan, blocks, memory))
 
     def fetch(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
@@ -91,8 +91,8 @@ class Reader(Transfer[File]):
                 assign(copy.dense, copy.packed)
                 continue
             try:
-                lossless = window.blocks[copy.end.block].lossless
-                copy_applying(copy.packed, copy.dense, copy.end.ops, lossless=lossless)
+                lossless = window.blocks[copy.destination.block].lossless
+                copy_applying(copy.packed, copy.dense, copy.destination.ops, lossless=lossless)
             except TensorMismatchError as error:
                 path = self.file(window.part.file).path
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
@@ -100,18 +100,21 @@ class Reader(Transfer[File]):
     def _scattered(self, window: Window, access: Staged) -> bool:
         """Read a window straight into place; return False, and read nothing, if that is not possible or not faster."""
         location = window.part.location
-        ends = [window.part.ends[use.buffer] for use in access.uses]
+        destinations = [window.part.destinations[use.buffer] for use in access.uses]
         if (
             self.sums is not None
             or access.runs.modes
-            or not all(same_bits(end.ops, location.dtype, window.blocks[end.block].dtype) for end in ends)
+            or not all(
+                same_bits(destination.ops, location.dtype, window.blocks[destination.block].dtype)
+                for destination in destinations
+            )
         ):
             return False
         itemsize = location.dtype.itemsize
         low, high = window.low // itemsize, window.high // itemsize
         copies = [
-            (copy.onward(end.begin), window.memory[end.block])
-            for use, end in zip(access.uses, ends, strict=True)
+            (copy.onward(destination.begin), window.memory[destination.block])
+            for use, destination in zip(access.uses, destinations, strict=True)
             for copy in of_window(use.copy, low, high)
         ]
         runs = places(copies, itemsize, window.high - window.low)
@@ -132,8 +135,10 @@ class Reader(Transfer[File]):
 
         With `apart`, they are in the order that `decode` says.
         """
-        ends = [window.part.ends[use.buffer] for use in access.uses]
-        wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
+        destinations = [window.part.destinations[use.buffer] for use in access.uses]
+        wanted = {
+            window.blocks[destination.block].dtype if not destination.ops else None for destination in destinations
+        }
         dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
         patches = access.patches(areas)
         code_bytes, encoding = window.high - window.low, access.encoding
@@ -192,7 +197,7 @@ def _apart(
 def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
     """Write elements that no tensor stores into memory that is all zeros."""
     zero = np.zeros(1, np.float64)
-    if np.any(value := apply(constant.end.ops, zero)):
-        copy = constant.copy.onward(constant.end.begin)
+    if np.any(value := apply(constant.destination.ops, zero)):
+        copy = constant.copy.onward(constant.destination.begin)
         _, dense = elements(copy, zero.view(np.uint8), zero.dtype, memory, block.dtype)
         np.copyto(dense, value, casting="unsafe")

@@ -63,7 +63,7 @@ class Writer(Transfer[NewFile]):
             if copy.same_bits:
                 assign(copy.packed, copy.dense)
             else:
-                copy_undoing(copy.dense, copy.packed, copy.end.ops)
+                copy_undoing(copy.dense, copy.packed, copy.destination.ops)
         self._runs(window, packed)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint import described
+from orbax_safetensors.checkpoint import from_config
 from orbax_safetensors.cli.main import main
 from tests.support.roots import TESTDATA
 
@@ -320,9 +320,9 @@ def test_a_family_on_several_meshes(cli):
 
 def test_a_checkpoint_is_opened_once(cli, single, monkeypatch):
     opened = []
-    read_checkpoint = described.read_checkpoint
+    read_checkpoint = from_config.read_checkpoint
     monkeypatch.setattr(
-        described,
+        from_config,
         "read_checkpoint",
         lambda path, *more, **named: opened.append(path) or read_checkpoint(path, *more, **named),
     )

@@ -17,21 +17,23 @@ SHAPES = st.lists(st.integers(0, 12), max_size=4).map(tuple)
 @st.composite
 def cut(draw):
     shape = draw(SHAPES)
-    grain = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
-    return shape, grain, draw(st.permutations(range(len(shape)))), draw(st.integers(1, 200))
+    atomic_tile = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
+    return shape, atomic_tile, draw(st.permutations(range(len(shape)))), draw(st.integers(1, 200))
 
 
 @given(cut())
 def test_tiles_make_up_the_whole(drawn):
-    shape, grain, order, limit = drawn
-    tile = tile_shape(shape, grain, order, limit)
+    shape, atomic_tile, order, limit = drawn
+    tile = tile_shape(shape, atomic_tile, order, limit)
     covered = np.zeros(shape, int)
     for box in tiles(shape, tile, order):
         covered[tuple(slice(*ends) for ends in box)] += 1
         own = [stop - start for start, stop in box]
-        assert prod(own) <= max(limit, prod(grain))
-        assert all(start % step == 0 for (start, _), step in zip(box, grain, strict=True))
-        assert all(stop % step == 0 or stop == size for (_, stop), step, size in zip(box, grain, shape, strict=True))
+        assert prod(own) <= max(limit, prod(atomic_tile))
+        assert all(start % step == 0 for (start, _), step in zip(box, atomic_tile, strict=True))
+        assert all(
+            stop % step == 0 or stop == size for (_, stop), step, size in zip(box, atomic_tile, shape, strict=True)
+        )
     assert (covered == 1).all()
 
 
@@ -39,26 +41,26 @@ def test_tiles_make_up_the_whole(drawn):
 def sharded(draw):
     shape = draw(st.lists(st.integers(1, 24), max_size=4).map(tuple))
     shard = tuple(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in shape)
-    grain = tuple(draw(st.integers(1, size)) for size in shape)
+    atomic_tile = tuple(draw(st.integers(1, size)) for size in shape)
     order = tuple(draw(st.permutations(range(len(shape)))))
-    return shape, shard, grain, order, draw(st.integers(1, 500)), draw(st.integers(1, 500))
+    return shape, shard, atomic_tile, order, draw(st.integers(1, 500)), draw(st.integers(1, 500))
 
 
 @given(sharded())
 def test_shards_are_made_of_chunks(drawn):
-    shape, shard, grain, _, limit, tile_limit = drawn
+    shape, shard, atomic_tile, _, limit, tile_limit = drawn
     chunk = chunk_shape(*drawn)
     assert prod(chunk) <= min(limit, tile_limit)
     for size, own, whole in zip(chunk, shard, shape, strict=True):
         assert own % size == 0 if own < whole else size <= own
-    if prod(shard) <= limit and prod(common(shard, grain, shape)) <= tile_limit:
+    if prod(shard) <= limit and prod(common(shard, atomic_tile, shape)) <= tile_limit:
         assert chunk == shard
-    if prod(grain) <= tile_limit and shard == shape:  # nothing keeps chunks from being grains
-        tile = common(chunk, grain, shape)
-        assert prod(tile) <= tile_limit or prod(grain) > limit
+    if prod(atomic_tile) <= tile_limit and shard == shape:  # nothing keeps chunks from being atomic tiles
+        tile = common(chunk, atomic_tile, shape)
+        assert prod(tile) <= tile_limit or prod(atomic_tile) > limit
     assert all(
         tile % size == 0 or tile == whole
-        for tile, size, whole in zip(common(chunk, grain, shape), chunk, shape, strict=True)
+        for tile, size, whole in zip(common(chunk, atomic_tile, shape), chunk, shape, strict=True)
     )
 
 

@@ -17,7 +17,7 @@ from orbax_safetensors.devices import agreement
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.handlers.beside import write_beside
+from orbax_safetensors.handlers.sidecar_files import write_sidecar_files
 from orbax_safetensors.mapping import Family, stack, tensor
 from orbax_safetensors.save import delivery
 from orbax_safetensors.save.job import SaveJob, prepare
@@ -111,7 +111,7 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
     return [
         _said(lambda: prepared(options(1))),
         _said(saving.run),
-        _said(lambda: write_beside(directory, {"x": ""}, options=options(0), active=ActiveProcesses.all())),
+        _said(lambda: write_sidecar_files(directory, {"x": ""}, options=options(0), active=ActiveProcesses.all())),
     ]
 
 

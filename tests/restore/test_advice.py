@@ -29,7 +29,7 @@ def advice(path, specs, process_count=4, **family):
     checkpoint = open_checkpoint(path, **family)
     targets = match(checkpoint, target(checkpoint, specs), None, partial=True).targets
     found = PlannedRestore.of(checkpoint, targets, process_count, ost.SafetensorsOptions(), all_processes=False)
-    return found.instead(found.plan())
+    return found.cheaper_shardings(found.plan())
 
 
 def check(path, name, others, process_count=4, **family):

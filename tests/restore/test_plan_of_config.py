@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.described import described_directory
+from orbax_safetensors.checkpoint.from_config import config_directory
 from orbax_safetensors.errors import MissingError
 from orbax_safetensors.mapping import Family, stored_shapes, tensor
 from tests.support import full_size
@@ -153,5 +153,5 @@ def test_a_restore_still_needs_files(copied):
 def test_an_orbax_checkpoint_with_a_config_is_one_of_orbax(tmp_path):
     ost.convert(QWEN3.parent, tmp_path / "orbax", to="orbax", family="maxtext")
     shutil.copy(QWEN3, tmp_path / "orbax")
-    assert described_directory(tmp_path / "orbax") is None
-    assert described_directory(tmp_path / "nothing") is None
+    assert config_directory(tmp_path / "orbax") is None
+    assert config_directory(tmp_path / "nothing") is None

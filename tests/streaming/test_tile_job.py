@@ -32,8 +32,8 @@ class Memory:
     files = arrays = ()
     moved_bytes = property(lambda self: self.counters.nbytes)
 
-    def __init__(self, arrays, grains=None, fail_at=None):
-        self.tensors, self.grains, self.fail_at = arrays, grains or {}, fail_at
+    def __init__(self, arrays, atomic_tiles=None, fail_at=None):
+        self.tensors, self.atomic_tiles, self.fail_at = arrays, atomic_tiles or {}, fail_at
         self.leaves = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
         self.out = {name: np.zeros_like(array) for name, array in arrays.items()}
         self.times = {name: np.zeros(array.shape, int) for name, array in arrays.items()}
@@ -71,8 +71,8 @@ class Memory:
     def order(self, name):
         return tuple(range(len(self.leaves[name].shape)))[::-1]
 
-    def grain(self, name):
-        return self.grains.get(name, (1,) * len(self.leaves[name].shape))
+    def atomic_tile(self, name):
+        return self.atomic_tiles.get(name, (1,) * len(self.leaves[name].shape))
 
     def read(self, tiles, report=None):
         with self.lock:
@@ -99,13 +99,14 @@ def index(box):
 
 @st.composite
 def memories(draw):
-    arrays, grains, sinks = {}, {}, {}
+    arrays, atomic_tiles, sinks = {}, {}, {}
     for number in range(draw(st.integers(1, 4))):
         shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
         arrays[f"a{number}"] = np.arange(prod(shape), dtype=I4).reshape(shape) + 1
-        grains[f"a{number}"] = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
+        atomic_tiles[f"a{number}"] = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
         sinks[f"a{number}"] = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
-    return Memory(arrays, grains), sinks, draw(st.integers(1, 800)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    source = Memory(arrays, atomic_tiles)
+    return source, sinks, draw(st.integers(1, 800)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
 
 
 @given(memories())
@@ -114,11 +115,11 @@ def test_every_element_passes_once(drawn):
     cuts = bundles(memory, sinks, {}, [(name,) for name in memory.tensors], 8 * limit)
     for bundle in cuts:
         for tile in bundle:
-            for (start, stop), grain, size in zip(
+            for (start, stop), step, size in zip(
                 tile.box, sinks[tile.name], memory.leaves[tile.name].shape, strict=True
             ):
-                assert start % grain == 0
-                assert stop % grain == 0 or stop == size
+                assert start % step == 0
+                assert stop % step == 0 or stop == size
     total = 0
     for process in range(processes):
         told = []
@@ -133,7 +134,7 @@ def test_every_element_passes_once(drawn):
     for name, array in memory.tensors.items():
         np.testing.assert_array_equal(memory.out[name], array)
         assert (memory.times[name] == 1).all()
-    largest = max([prod(grain) * 4 for grain in sinks.values()], default=0)
+    largest = max([prod(atomic_tile) * 4 for atomic_tile in sinks.values()], default=0)
     assert memory.most <= max((writers + 1) * limit, 2 * max(bundle_bytes(8 * limit), largest))
 
 
@@ -235,8 +236,8 @@ def test_tiles_of_leaves_that_interleave_stay_together():
 
 
 def test_what_is_stored_together_is_read_at_once_where_memory_suffices():
-    memory = Memory({"a": np.zeros((50,), I4)}, grains={"a": (5,)})
-    # A batch has 12 bytes and a grain 20, which are less than a quarter.
+    memory = Memory({"a": np.zeros((50,), I4)}, atomic_tiles={"a": (5,)})
+    # A batch has 12 bytes and an atomic tile 20, which are less than a quarter.
     assert {tile.box for (tile,) in bundles(memory, {"a": (1,)}, {}, [("a",)], 100)} == {
         ((start, start + 5),) for start in range(0, 50, 5)
     }

@@ -17,7 +17,7 @@ from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.transfer.plan import Block
 
 
-def cheapest(checkpoint: Checkpoint, mesh: Mesh | AbstractMesh, options: SafetensorsOptions) -> ShardingOf:
+def choose_shardings(checkpoint: Checkpoint, mesh: Mesh | AbstractMesh, options: SafetensorsOptions) -> ShardingOf:
     """Return a function from the names of leaves to shardings over `mesh`.
 
     All axes of the mesh shard one dimension, in the order of the mesh. If they do not divide it, as many are left out

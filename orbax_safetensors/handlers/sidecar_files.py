@@ -17,7 +17,7 @@ from orbax_safetensors.storage.store import find_small, write_small
 _MAX_BYTES = 64 * 2**20
 
 
-def write_beside(
+def write_sidecar_files(
     directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions, active: ActiveProcesses
 ) -> None:
     """Write small files, in order, beside the save in `directory`; the `active` processes call this together.
@@ -34,7 +34,7 @@ def write_beside(
     together(f"{new_key('beside', directory, active)}/written", active.by_primary(write), active=active)
 
 
-def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
+def read_sidecar_file(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
     """Return the content of a small file in `directory`; None if it does not exist, or if `directory` is a file.
 
     Raises `StorageError` if the file cannot be read.

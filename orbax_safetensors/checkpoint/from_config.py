@@ -38,7 +38,7 @@ _MXFP4 = re.compile(r".+\.experts\.(gate_up|down)_proj")
 _FLOAT32 = re.compile(r".+\.e_score_correction_bias")
 
 
-def described_directory(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> str | None:
+def config_directory(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> str | None:
     """Return the directory of the `config.json` that `path` stands for; None if `path` stands for a checkpoint.
 
     `path` is that of a `config.json`, or a directory with one that has neither safetensors files nor an Orbax
@@ -75,7 +75,7 @@ def read_for_plan(
     It has all tensors that the variant may have, in the config's dtype. Raises `MissingError` without a family, and
     `MappingError` if the tensors do not follow from the config.
     """
-    directory = described_directory(path, storage_options)
+    directory = config_directory(path, storage_options)
     if directory is None:
         return read_checkpoint(path, storage_options, partial=partial)
     store, directory = store_of(directory, storage_options)
@@ -85,12 +85,14 @@ def read_for_plan(
         chosen = registry.find(family, config)
         if chosen is None:
             raise MissingError(f"{directory}: holds no {SUFFIX} file; a plan of its {CONFIG_NAME} alone needs a family")
-        return _described(store, directory, config, chosen, switches_of(variant))
+        return _checkpoint_from_config(store, directory, config, chosen, switches_of(variant))
     except MappingError as error:
         raise MappingError(f"{config_path}: {error}") from error
 
 
-def _described(store: Store, directory: str, config: Mapping[str, Any], family: Family, variant: Variant) -> Checkpoint:
+def _checkpoint_from_config(
+    store: Store, directory: str, config: Mapping[str, Any], family: Family, variant: Variant
+) -> Checkpoint:
     stored = _stored_by(config)
     shapes: dict[str, tuple[int, ...]] = {}
 
