@@ -1,9 +1,5 @@
 """The README's examples run as they stand, and it stays short."""
 
-import io
-import re
-import sys
-
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -12,6 +8,7 @@ from safetensors.numpy import load_file
 from tests.support import examples
 from tests.support.full_size import make
 from tests.support.roots import ROOT
+from tests.support.terminal import terminal
 
 README = ROOT / "README.md"
 
@@ -45,22 +42,15 @@ def test_the_examples(tmp_path, monkeypatch):
 
 
 def test_the_plan_prints_what_the_page_shows(tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     (tmp_path / "qwen3").mkdir()
     make("qwen3-0.6b-published", tmp_path / "qwen3")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    shown = terminal(monkeypatch, 120, "stdout")
     (command,) = (
         block.text for block in examples.blocks(README, "sh") if block.text.startswith("orbax-safetensors plan")
     )
     examples.run(examples.Block("sh", command), tmp_path, {})
-    printed = [line.rstrip() for line in re.sub(r"\x1b\[\d*m", "", sys.stdout.getvalue()).splitlines()]
-    (shown,) = examples.blocks(README, "text")
-    assert [line for line in shown.text.splitlines() if line != "..." and line not in printed] == []
+    (block,) = examples.blocks(README, "text")
+    assert [line for line in block.text.splitlines() if line != "..." and line not in shown.lines] == []
 
 
 def stored(directory):

@@ -47,15 +47,13 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     if args.json:
         output.json(document)
         return 0
-    found = document["families"]
-    names = [family["family"] for family in found]
-    switches = [switches_text(family["switches"]) for family in found]
-    architectures = [", ".join(family["architectures"]) or "any" for family in found]
-    if output.for_people:
-        notes = [list(texts) for texts in zip(architectures, switches, strict=True)]
-        output.listing(("family", "architectures, switches"), [(name,) for name in names], notes)
-    else:
-        output.table(("family", "switches", "architectures"), zip(names, switches, architectures, strict=True))
+    output.table(
+        ("family", "switches", "architectures"),
+        (
+            (family["family"], switches_text(family["switches"]), ", ".join(family["architectures"]) or "any")
+            for family in document["families"]
+        ),
+    )
     if "config" in document:
         shorter = [(f"--family {name}", family) for name, family in document["names"].items()]
         output.facts([("config.json has", document["config"]), *shorter])

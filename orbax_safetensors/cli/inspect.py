@@ -22,9 +22,10 @@ from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.quantized import label, quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.arguments import UsageError, add_family, family_facts, full_name, refuse, variant
+from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.parser import Parser
-from orbax_safetensors.cli.tables import Facts, Printer, Size, in_braces, shape_text
+from orbax_safetensors.cli.tables import Facts, Printer, Size, shape_text
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store import array_name, open_step
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -258,9 +259,9 @@ def _stored_names(checkpoint: Checkpoint, view: View) -> Sequence[str]:
 
 def _show_leaves(document: _Document, output: Printer) -> Facts:
     leaves, totals = document["leaves"], document["totals"]
-    output.listing(
+    output.table(
         ("leaf", "dtype", "shape", "parameters", "bytes", "tensors", "made of"),
-        [
+        (
             (
                 leaf["path"],
                 leaf["dtype"],
@@ -270,8 +271,8 @@ def _show_leaves(document: _Document, output: Printer) -> Facts:
                 len(leaf["tensors"]),
             )
             for leaf in leaves
-        ],
-        [[text for text, _ in in_braces(leaf["tensors"])] for leaf in leaves],
+        ),
+        ([text for text, _ in in_braces(leaf["tensors"])] for leaf in leaves),
     )
     return [
         *family_facts(document["family"], document["variant"]),

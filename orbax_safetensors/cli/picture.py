@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from orbax_safetensors import Checkpoint
-from orbax_safetensors.cli.tables import in_braces
+from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.errors import printable
 from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.geometry.coalesce import Direct

@@ -115,7 +115,7 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Printer) -> N
         [*tree, ("arrays", plan.num_arrays), ("parameters", plan.total_params), ("bytes", Size(plan.total_bytes))]
     )
     with_time = scenarios[0].estimate is not None
-    output.comparison(
+    output.table(
         (
             "mesh",
             "devices",

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.record import RECORD_NAME
-from orbax_safetensors.cli.tables import in_braces
+from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.mapping import Family, View, from_table, stack, tensor
 from orbax_safetensors.mapping.families import FAMILIES

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import sys
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -13,21 +12,13 @@ from orbax_safetensors.cli import long_run
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.devices import bar
 from tests.support.cli_conversions import HF, TO_ORBAX, stored
+from tests.support.terminal import terminal
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_a_terminal_has_a_bar(tmp_path, monkeypatch):
-    out, err = Terminal(), Terminal()
-    for name, value in {"COLUMNS": "100", "LINES": "40", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
+    out, err = (terminal(monkeypatch, 100, stream) for stream in ("stdout", "stderr"))
     assert main(["convert", str(HF), str(tmp_path / "to"), *TO_ORBAX]) == 0
     shown = err.getvalue()
     assert "━" in shown
@@ -38,10 +29,7 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch):
 
 
 def test_a_terminal_keeps_no_bar_of_what_never_began(monkeypatch, tmp_path):
-    err = Terminal()
-    for name, value in {"COLUMNS": "100", "LINES": "40", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stderr", err)
+    err = terminal(monkeypatch, 100, "stderr")
     assert main(["reshard", str(tmp_path), str(tmp_path / "to")]) == 1
     _, erased, left = err.getvalue().rpartition("\x1b[2K")
     assert erased
@@ -63,9 +51,7 @@ def test_a_warning_is_a_line_like_an_error(cli, tmp_path):
 
 
 def test_a_warning_is_above_the_bar(monkeypatch):
-    for name, value in {"COLUMNS": "40", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    stream, logger = Terminal(), logging.getLogger("orbax_safetensors")
+    stream, logger = terminal(monkeypatch, 40), logging.getLogger("orbax_safetensors")
     text = " ".join(["text"] * 10)
     with long_run.Reporter("convert", stream) as reporter:
         logging.getLogger("orbax_safetensors.convert.conversion").warning("a [red]long\x1b %s", text)
@@ -98,9 +84,7 @@ def test_what_progress_says(monkeypatch):
 
 
 def test_a_bar_of_nothing_is_full(monkeypatch):
-    for name, value in {"COLUMNS": "100", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    stream = Terminal()
+    stream = terminal(monkeypatch, 100)
     with long_run.Reporter("convert", stream) as reporter:
         reporter(0, 0)
     assert "100%" in stream.getvalue()

@@ -1,9 +1,6 @@
 """`plan`: costs on meshes of devices that do not exist."""
 
-import io
 import json
-import re
-import sys
 
 import jax
 import numpy as np
@@ -15,6 +12,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import from_config
 from orbax_safetensors.cli.main import main
 from tests.support.roots import TESTDATA
+from tests.support.terminal import terminal
 
 QWEN3 = TESTDATA / "qwen3"
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -222,15 +220,9 @@ def test_what_is_read_for_nothing(cli, wide):
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_has_the_worst_with_layers_as_one(monkeypatch, wide, columns):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    shown = terminal(monkeypatch, columns, "stdout")
     assert main(["plan", str(wide), *OVER_READ]) == 0
-    lines = re.sub(r"\x1b\[\d*m", "", sys.stdout.getvalue()).splitlines()
+    lines = shown.lines
     assert max(map(len, lines)) <= columns
     heading = next(number for number, line in enumerate(lines) if line.startswith(" leaf"))
     rows = [line.split() for line in lines[heading + 2 :]]
