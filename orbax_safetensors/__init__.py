@@ -9,7 +9,7 @@ from orbax_safetensors import mapping
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.checkpoint.verify import verify
-from orbax_safetensors.convert.conversion import Conversion, convert, plan_convert, plan_reshard, reshard
+from orbax_safetensors.convert.conversion import Conversion, convert, reshard
 from orbax_safetensors.delta.applying import apply_delta
 from orbax_safetensors.delta.publishing import Delta, delta
 from orbax_safetensors.errors import (
@@ -35,7 +35,6 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.cost import RestorePlan, estimate_time
 from orbax_safetensors.restore.plan import plan_restore
 from orbax_safetensors.save.plan import SavePlan, plan_save
-from orbax_safetensors.streaming.cost import ConversionPlan
 from orbax_safetensors.transfer.estimate import TimeEstimate
 
 __version__ = "0.1.0"
@@ -44,7 +43,6 @@ __all__ = [
     "Checkpoint",
     "ChecksumError",
     "Conversion",
-    "ConversionPlan",
     "Delta",
     "HeaderError",
     "IndexFileError",
@@ -74,9 +72,7 @@ __all__ = [
     "load",
     "mapping",
     "open_checkpoint",
-    "plan_convert",
     "plan_link",
-    "plan_reshard",
     "plan_restore",
     "plan_save",
     "register",

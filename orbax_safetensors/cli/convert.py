@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from orbax_safetensors import Conversion, ConversionPlan, TensorMismatchError, convert, plan_convert
-from orbax_safetensors.cli import plan_tables
+from orbax_safetensors import Conversion, TensorMismatchError, convert
 from orbax_safetensors.cli.arguments import (
     UsageError,
     add_family,
     family_facts,
-    parse_bandwidth,
     parse_bytes,
-    parse_count,
-    parse_latency,
     refuse,
     variant,
 )
@@ -43,8 +37,6 @@ examples:
   orbax-safetensors convert maxtext/ tuned/ --to safetensors --family maxtext \\
       --config qwen3/ --dtype bfloat16
 """
-
-_ONLY_FOR_A_PLAN = ("processes", "all_processes", "files", "bandwidth", "latency", "write_bandwidth", "write_latency")
 
 
 def parse_step(text: str) -> int:
@@ -108,34 +100,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="BYTES", help="memory for bytes on their way, as 2GB (default: 2GiB)"
     )
-    parser.add_argument("--plan", action="store_true", help="dry run: only print what it would cost")
-    parser.add_argument(
-        "--processes", type=parse_count, metavar="N", help="with --plan: how many processes share the work"
-    )
-    parser.add_argument(
-        "--all-processes",
-        action="store_true",
-        help="with --plan: look at every process, not at 4",
-    )
-    parser.add_argument("--files", action="store_true", help="with --plan: also print each file or array")
-    parser.add_argument(
-        "--bandwidth",
-        type=parse_bandwidth,
-        metavar="SPEED",
-        help="with --plan: of storage for each process, as 2GB/s",
-    )
-    parser.add_argument(
-        "--latency", type=parse_latency, metavar="TIME", help="time to the first byte of a request (default: 0s)"
-    )
-    parser.add_argument(
-        "--write-bandwidth", type=parse_bandwidth, metavar="SPEED", help="of writes (default: as of reads)"
-    )
-    parser.add_argument("--write-latency", type=parse_latency, metavar="TIME", help="of writes (default: as of reads)")
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
-    """Convert `args.source` and print what was done, or what would be."""
+    """Convert `args.source` and print what was done."""
     for other in FORMATS.keys() - {args.to}:
         options = ["no_compression" if argument == "compression" else argument for argument in FORMATS[other]]
         refuse(args, [option for option in options if option in args], f"is not for --to {args.to}")
@@ -148,56 +117,18 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         "step": args.step or 0,
         **common(args),
     }
-    if args.plan:
-        return report_plan(args, output, plan_convert, arguments)
     begin(args)
     return report_conversion(args, output, convert, arguments)
 
 
 def common(args: argparse.Namespace) -> dict[str, Any]:
-    """Check the options that `convert` and `reshard` share, and return what they say of the shared arguments."""
-    if args.plan:
-        refuse(args, ("resume", "distributed"), "is not for --plan")
-        if args.bandwidth is None:
-            unused = ("latency", "write_bandwidth", "write_latency")
-            refuse(args, unused, "is for an estimate of the time, which also needs --bandwidth")
-    else:
-        refuse(args, _ONLY_FOR_A_PLAN, "is for --plan")
+    """Return what the options that `convert` and `reshard` share say of their arguments."""
     return {
         "mesh": args.mesh,
         "spec": given_spec(args.spec, args.mesh),
         "compression": not args.no_compression,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
     }
-
-
-def report_plan(
-    args: argparse.Namespace, output: Printer, plan: Callable[..., ConversionPlan], arguments: Mapping[str, Any]
-) -> int:
-    """Plan a conversion and print what it costs. Nothing is made."""
-    planned = plan(
-        args.source,
-        args.destination,
-        process_count=args.processes or 1,
-        all_processes=args.all_processes,
-        **arguments,
-    )
-    latency = args.latency or 0.0
-    speeds = {
-        "bandwidth": args.bandwidth,
-        "latency": latency,
-        "write_bandwidth": args.bandwidth if args.write_bandwidth is None else args.write_bandwidth,
-        "write_latency": latency if args.write_latency is None else args.write_latency,
-    }
-    time = None if args.bandwidth is None else planned.estimate(**speeds)
-    if not args.json:
-        plan_tables.conversion(planned, time, output, files=args.files)
-        return 0
-    document = json.loads(planned.to_json())
-    if time is not None:
-        document["estimate"] = speeds | asdict(time)
-    output.json(document)
-    return 0
 
 
 def report_conversion(

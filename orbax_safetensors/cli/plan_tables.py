@@ -1,4 +1,4 @@
-"""What plans print: of restores, on one mesh in detail or on several side by side, of saves and of conversions."""
+"""What plans print: of restores, on one mesh in detail or on several side by side, and of saves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from functools import cached_property
 from math import prod
 from typing import TypeVar
 
-from orbax_safetensors import ConversionPlan, RestorePlan, SavePlan, TimeEstimate
+from orbax_safetensors import RestorePlan, SavePlan, TimeEstimate
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Facts, Printer, Seconds, Size, shape_text
 from orbax_safetensors.orbax_store.restore_plan import OrbaxLeafOverRead, OrbaxRestorePlan
 from orbax_safetensors.restore.advice import CheaperSharding
 from orbax_safetensors.restore.cost import LeafReads
 from orbax_safetensors.restore.plan import PlannedRestore
-from orbax_safetensors.streaming.cost import PlannedArray
 from orbax_safetensors.transfer.figures import FileReads, FileWrites, Reads
 
 _OverRead = TypeVar("_OverRead", LeafReads, OrbaxLeafOverRead)
@@ -101,7 +100,7 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
         time,
     )
     if files:
-        _files_read(output, "requests", {cost.process: cost.files for cost in plan.processes})
+        _files_read(output, {cost.process: cost.files for cost in plan.processes})
     if plan.most_requests:
         _most_requests(plan.most_requests, output)
     if plan.over_reads:
@@ -167,78 +166,7 @@ def saved(
         time,
     )
     if files:
-        _files_written(output, "requests", {cost.process: cost.files for cost in plan.processes})
-
-
-def conversion(plan: ConversionPlan, time: TimeEstimate | None, output: Printer, *, files: bool) -> None:
-    """Print what a conversion reads and writes."""
-    facts: Facts = [("path", plan.path)]
-    facts += _process_facts(plan.process_count, [cost.process for cost in plan.processes])
-    facts += [("bytes", Size(plan.total_bytes))]
-    if plan.source_bytes is not None:
-        facts += [("source files", Size(plan.source_bytes))]
-    if plan.to_orbax:
-        facts += [
-            ("arrays", len(plan.arrays)),
-            ("chunks", plan.num_chunks),
-            ("largest chunk, decoded", Size(max((array.chunk_bytes for array in plan.arrays), default=0))),
-        ]
-    else:
-        facts += [("files", len(plan.files)), ("bytes of files", Size(sum(file.nbytes for file in plan.files)))]
-    output.facts([*facts, *_time_facts(time)])
-    _processes(
-        output,
-        (
-            "process",
-            "read decoded" if plan.from_orbax else "read",
-            "over-read",
-            "chunks read" if plan.from_orbax else "reads",
-            "written decoded" if plan.to_orbax else "written",
-            "chunks written" if plan.to_orbax else "writes",
-            "batches",
-            "memory",
-        ),
-        [
-            (
-                cost.process,
-                Size(cost.read_bytes),
-                cost.over_read,
-                cost.read_requests,
-                Size(cost.written_bytes),
-                cost.write_requests,
-                len(cost.batches),
-                Size(cost.staging_bytes),
-            )
-            for cost in plan.processes
-        ],
-        time,
-    )
-    if files and not plan.from_orbax:
-        _files_read(output, "reads", {cost.process: cost.reads for cost in plan.processes})
-    if files and plan.to_orbax:
-        _arrays_made(plan.arrays, output)
-    elif files:
-        _files_written(output, "writes", {cost.process: cost.writes for cost in plan.processes})
-
-
-def _arrays_made(arrays: Sequence[PlannedArray], output: Printer) -> None:
-    """Print the arrays that a conversion to Orbax makes, with their items if these have names."""
-    named = any(array.item is not None for array in arrays)
-    output.table(
-        (*(["item"] if named else []), "array", "dtype", "shape", "chunk", "chunks", "chunk bytes"),
-        (
-            (
-                *([array.item or ""] if named else []),
-                array.name,
-                array.dtype,
-                shape_text(array.shape),
-                shape_text(array.chunk_shape),
-                array.num_chunks,
-                Size(array.chunk_bytes),
-            )
-            for array in arrays
-        ),
-    )
+        _files_written(output, {cost.process: cost.files for cost in plan.processes})
 
 
 def orbax_restore(
@@ -321,10 +249,10 @@ def _processes(
     output.table(columns, rows)
 
 
-def _files_read(output: Printer, requests: str, processes: Mapping[int, Sequence[FileReads]]) -> None:
-    """Print a table of what each process reads of each file; `requests` is the head of that column."""
+def _files_read(output: Printer, processes: Mapping[int, Sequence[FileReads]]) -> None:
+    """Print a table of what each process reads of each file."""
     output.table(
-        ("process", "file", "needed", "read", "over-read", requests),
+        ("process", "file", "needed", "read", "over-read", "requests"),
         (
             (
                 process,
@@ -340,10 +268,10 @@ def _files_read(output: Printer, requests: str, processes: Mapping[int, Sequence
     )
 
 
-def _files_written(output: Printer, requests: str, processes: Mapping[int, Sequence[FileWrites]]) -> None:
-    """Print a table of what each process writes into each file; `requests` is the head of that column."""
+def _files_written(output: Printer, processes: Mapping[int, Sequence[FileWrites]]) -> None:
+    """Print a table of what each process writes into each file."""
     output.table(
-        ("process", "file", "written", requests),
+        ("process", "file", "written", "requests"),
         (
             (process, posixpath.basename(cost.file), Size(cost.written_bytes), cost.num_requests)
             for process, files in processes.items()

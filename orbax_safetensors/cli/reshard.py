@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from orbax_safetensors import plan_reshard, reshard
+from orbax_safetensors import reshard
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli.arguments import parse_bytes, refuse
-from orbax_safetensors.cli.convert import add_common_arguments, common, report_conversion, report_plan
+from orbax_safetensors.cli.convert import add_common_arguments, common, report_conversion
 from orbax_safetensors.cli.long_run import begin
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
@@ -54,7 +54,7 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
-    """Store `args.source` anew and print what was done, or what would be."""
+    """Store `args.source` anew and print what was done."""
     if args.mesh is not None:
         refuse(args, ("max_file_bytes",), "is not for a --mesh, whose devices have a file each")
     arguments = common(args)
@@ -70,6 +70,4 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     else:
         refuse(args, ("no_compression",), "is for Orbax, and SOURCE is not a checkpoint of Orbax")
     arguments["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
-    if args.plan:
-        return report_plan(args, output, plan_reshard, arguments)
     return report_conversion(args, output, reshard, arguments)

@@ -1,1 +1,1 @@
-"""The jobs `convert` and `reshard`: from files to files in bounded memory, and the plan of them."""
+"""The jobs `convert` and `reshard`: from files to files in bounded memory."""

@@ -1,6 +1,6 @@
 """From files to files, at any size: `convert` between safetensors and Orbax, `reshard` within either format.
 
-`prepare` makes the `TileJob` of a request, which a plan looks at and a conversion runs.
+`prepare` makes the `TileJob` of a request.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.convert.convert_request import ConvertArguments, ConvertRequest, ReshardArguments, ReshardRequest
+from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.convert.into_files import files_from_files, files_from_orbax, plain_files_from_files
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.partition import MeshLike, Spec
-from orbax_safetensors.devices.sharding import num_processes
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.families import DEQUANTIZED
@@ -29,7 +28,6 @@ from orbax_safetensors.options import Progress, SafetensorsOptions, check_progre
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import peak_bytes
-from orbax_safetensors.streaming.cost import ConversionPlan
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 from orbax_safetensors.streaming.tile_job import TileJob
 
@@ -211,62 +209,6 @@ def reshard(
         options=options,
     )
     return _run("reshard", request, resume, progress)
-
-
-def plan_convert(
-    source: PathLike,
-    destination: PathLike,
-    *,
-    process_count: int | None = None,
-    all_processes: bool = False,
-    **arguments: Unpack[ConvertArguments],
-) -> ConversionPlan:
-    """Return the cost of `convert` with the same arguments in each process; make nothing, and read no array.
-
-    ```python
-    plan = ost.plan_convert("/models/qwen3", "/models/maxtext", to="orbax", family="maxtext", process_count=4)
-    print([cost.read_bytes for cost in plan.processes])
-    ```
-
-    The plan has the same tiles, in the same shares and batches. Bytes and requests are exactly those of a conversion
-    that is not resumed, except for headers, indexes, metadata and files beside the tensors. Bytes of an Orbax
-    checkpoint are decoded bytes, see `ConversionPlan`.
-
-    Args:
-      process_count: how many processes share the work; by default those of this program.
-      all_processes: look at all of them; see `plan_restore`.
-      source, destination, arguments: as for `convert`, without `resume` and `progress`.
-
-    Raises: the errors of `convert` before it moves the first byte, also if the destination is there already.
-    """
-    return _plan(ConvertRequest.of(source, destination, **arguments), process_count, all_processes)
-
-
-def plan_reshard(
-    source: PathLike,
-    destination: PathLike,
-    *,
-    process_count: int | None = None,
-    all_processes: bool = False,
-    **arguments: Unpack[ReshardArguments],
-) -> ConversionPlan:
-    """Return the cost of `reshard` with the same arguments in each process; see `plan_convert`.
-
-    ```python
-    plan = ost.plan_reshard("/models/qwen3", "/models/for-4", mesh={"fsdp": 4}, spec={"proj.weight$": ("fsdp", None)})
-    print([file.nbytes for file in plan.files])
-    ```
-    """
-    return _plan(ReshardRequest.of(source, destination, **arguments), process_count, all_processes)
-
-
-def _plan(request: ConvertRequest | ReshardRequest, process_count: int | None, all_processes: bool) -> ConversionPlan:
-    count = num_processes((), process_count)
-    job = prepare(request)
-    try:
-        return job.plan(count, all_processes=all_processes)
-    finally:
-        job.source.close()
 
 
 # Makes the job of a `convert`, by the formats of the source and of the destination.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Required, Self, TypedDict
+from typing import Any, Self
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.casts import Casts
@@ -20,32 +20,6 @@ from orbax_safetensors.streaming.cutting import MEMORY_BYTES, check_memory
 
 # The values of `to`, and for each the arguments of `convert` that no other takes.
 FORMATS = {"orbax": ("mesh", "spec", "like", "step", "compression"), "safetensors": ("config",)}
-
-
-class _Arguments(TypedDict, total=False):
-    mesh: MeshLike
-    spec: Mapping[str, Spec] | None
-    like: Any
-    compression: bool
-    memory_bytes: int
-    options: SafetensorsOptions | None
-
-
-class ConvertArguments(_Arguments, total=False):
-    """The arguments of `convert` that also say what `plan_convert` plans."""
-
-    to: Required[str]
-    family: FamilyLike
-    variant: Mapping[str, Any] | None
-    config: Any
-    dtype: Any
-    step: int
-
-
-class ReshardArguments(_Arguments, total=False):
-    """The arguments of `reshard` that also say what `plan_reshard` plans."""
-
-    max_file_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,6 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
         source,
         os.path.join(request.destination, str(request.step)),
         {"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
-        {f"{above}{name}": ("items", name) for name in checkpoint.leaves},
         interleaved(views),
         memory_bytes=request.memory_bytes,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
@@ -77,13 +76,12 @@ def orbax_from_orbax(request: ReshardRequest) -> TileJob:
     items = {name: item for name, item in step.items.items() if item.leaves}
     if not items:
         raise SafetensorsError(f"{request.source}: holds no arrays")
-    names = {
-        array_name(items, item, name): (item, name)
+    stored = {
+        array_name(items, item, name): (checkpoint, name)
         for item, checkpoint in items.items()
         for name, leaf in checkpoint.leaves.items()
         if leaf.kind in ARRAYS
     }
-    stored = {array: (items[item], name) for array, (item, name) in names.items()}
     source = OrbaxSource(step, stored, request.memory_bytes)
     cut = request.partition or partition(None, None)
     cut.check((name, item.leaves[name].shape) for item, name in stored.values())
@@ -102,7 +100,6 @@ def orbax_from_orbax(request: ReshardRequest) -> TileJob:
             name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
             for name, item in items.items()
         },
-        names,
         [(name,) for name in source.leaves],
         memory_bytes=request.memory_bytes,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),

@@ -264,7 +264,6 @@ def prepare(request: LinkRequest) -> LinkJob:
             source,
             staging.made,
             {"": OrbaxItem({name: leaves[name] for name in reasons})},
-            {name: ("", name.removeprefix(above)) for name in reasons},
             interleaved(views),
             memory_bytes=request.memory_bytes,
             chunk_bytes=request.chunk_bytes,

@@ -168,10 +168,6 @@ class OrbaxCheckpoint:
             except StorageError as fault:
                 yield fault
 
-    def in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
-        """Return the most memory, besides what they fill, that reads of `nbytes` decoded bytes in such chunks take."""
-        return min(_COPIES * nbytes, max(self._budget.nbytes, _COPIES * chunk_nbytes))
-
     def stored_bytes(self) -> int | None:
         """Return the bytes of all of its files, encoded as they are; None on an object store."""
         with storage_errors(self.path):

@@ -54,11 +54,6 @@ def files_at_once(requests: int) -> tuple[int, int]:
     return files, requests // files
 
 
-def held_bytes(nbytes: int, requests: int) -> int:
-    """Return the most bytes that are in memory at once while an object of `nbytes` bytes is written."""
-    return min(nbytes, (_in_flight(nbytes, requests) + _PARTS_WAITING) * _part_bytes(nbytes))
-
-
 def _in_flight(nbytes: int, requests: int) -> int:
     held = min(requests, PARTS) * PART_BYTES // _part_bytes(nbytes)
     return max(1, held - _PARTS_WAITING)

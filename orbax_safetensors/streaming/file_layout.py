@@ -14,7 +14,6 @@ from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.transfer.figures import PlannedFile
 from orbax_safetensors.transfer.plan import Location, locations
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]  # as they are stored
@@ -33,11 +32,6 @@ class Files:
         """Return files of whole tensors, which are the leaves."""
         views = {name: View.tensor(name, leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
         return cls(layout, locations(layout), views)
-
-    @property
-    def planned(self) -> tuple[PlannedFile, ...]:
-        """The names and sizes of the files."""
-        return tuple(PlannedFile(name, header.file_bytes, header.data_bytes) for name, header in self.layout.files)
 
     def digest(self, identity: str, model_files: object, units: Iterable[object]) -> str:
         """Return a digest of the units, their places in the files, the source and the model's files.

@@ -16,13 +16,11 @@ from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import NewFile, write_small
-from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_tiles, pace
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, planned
-from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.writer import Writer
 
 
@@ -46,7 +44,7 @@ class FilesSink(Sink):
         """
         groups = list(groups)
         check_tiles(source, groups, memory_bytes)
-        self.path, self.files = path, files.planned
+        self.path = path
         self.batch_bytes = batch_bytes(memory_bytes)
         atomic_tiles = {name: (1,) * leaf.ndim for name, leaf in source.leaves.items()}
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
@@ -54,8 +52,7 @@ class FilesSink(Sink):
         self.workspace = PartialDirectory(path, partial(files.digest, source.identity, model_files, self.units))
         self._files, self._model_files = files, model_files
         self._store = LocalStore()
-        self._threads = pace(self._store.cost, memory_bytes).requests
-        self._writer = Writer(self._create, self._threads)
+        self._writer = Writer(self._create, pace(self._store.cost, memory_bytes).requests)
         self.counters = self._writer.counters
         self._created = threading.Event()  # a file was created whose name may not be on the disk
         self._recording = threading.Lock()
@@ -89,7 +86,8 @@ class FilesSink(Sink):
         """
         self.check_others()
         self.workspace.check()
-        blocks, plan = self._planned(tiles, [array.dtype for array in arrays])
+        dtypes = [array.dtype for array in arrays]
+        blocks, plan = planned(tiles, dtypes, self._files.views, self._files.locations.__getitem__)
         try:
             self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
             with self._recording:
@@ -106,17 +104,6 @@ class FilesSink(Sink):
             self._created.clear()  # before the sync, because a thread may create a file meanwhile
             self._store.sync(self.workspace.directory)
         self.workspace.add([self._numbers[tile] for tile in tiles])
-
-    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `Sink`. Files have their final paths."""
-        _, plan = self._planned(tiles, dtypes)
-        final = [os.path.join(self.path, name) for name, _ in self._files.layout.files]
-        # A file system writes into a file one request after the other.
-        streams = max(1, min(self._threads, len(plan.files)))
-        return traffic_of(plan, final, self._threads, streams=streams)
-
-    def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
-        return planned(tiles, dtypes, self._files.views, self._files.locations.__getitem__)
 
     def _flush(self) -> None:
         """Close the files and the record; a failed write may become known only then."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
-from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -33,14 +32,12 @@ from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
-from orbax_safetensors.storage.upload import files_at_once, held_bytes
+from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.storage.workspace import Workspace
-from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import bundle_bytes, bundled, check_tiles, interleaved
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, Unit, nbytes, planned
-from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.writer import WholeFileWriter
 
 logger = logging.getLogger(__name__)
@@ -68,7 +65,7 @@ class ObjectsSink(Sink):
     ) -> None:
         """Cut the leaves of `files` into tiles. Raises `SafetensorsError` if memory does not suffice."""
         check_tiles(source, interleaved(files.views), memory_bytes)
-        self.path, self.files = path, files.planned
+        self.path = path
         self.batch_bytes = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         # A file that is there is whole, however it was cut into tiles.
         digest = partial(files.digest, source.identity, model_files, ())
@@ -85,12 +82,10 @@ class ObjectsSink(Sink):
         self._writer = WholeFileWriter(self._create, requests)
         self.counters = self._writer.counters
         _, self._requests_of_file = files_at_once(requests)
-        self._done: set[int] | None = None  # until the files of an earlier run are known
+        self._done: set[int] = set()  # the files of an earlier run
         self._expected: list[int] = []
         self._coming: Iterator[int] = iter(())  # the file of each tile
         self._kept: list[tuple[int, Tile, np.ndarray]] = []
-        # For `traffic` only.
-        self._kept_bytes = self._part_bytes = 0
 
     def _see(self) -> str:
         self._done = self.workspace.done()
@@ -98,20 +93,17 @@ class ObjectsSink(Sink):
 
     def has(self, unit: int) -> bool:
         """See `Sink`."""
-        return self._done is not None and unit in self._done
+        return unit in self._done
 
     def expect(self, units: Sequence[int]) -> None:
-        """See `Sink`. Once the checkpoint is begun, warns if chunks of the source will be read several times."""
+        """See `Sink`. Warns if chunks of the source will be read several times."""
         self._expected = list(units)
-        sizes = [self._files.layout.files[unit][1].file_bytes for unit in units]
-        self._part_bytes = max((held_bytes(size, self._requests_of_file) for size in sizes), default=0)
-        self._kept_bytes = 0
         self._coming = (unit for unit in units for _ in self._tiles(unit))
-        if self._done is None or not self._source.decoded:
+        if not self._source.decoded:
             return
         tiles = [tile for unit in units for tile in self._tiles(unit)]
         total = nbytes(tiles, self._source.leaves)
-        if (read := self._source.traffic(tiles).moved_bytes) > total:
+        if (read := nbytes((_whole_chunks(tile, self._source) for tile in tiles), self._source.leaves)) > total:
             logger.warning(
                 "%s: %d bytes of chunks are read for %d bytes of arrays, because chunks that belong to several files "
                 "are read for each of them, and again for each part of a large file; more memory makes both fewer",
@@ -139,33 +131,11 @@ class ObjectsSink(Sink):
         self._write(before)
 
     def _write(self, coming: Sequence[tuple[int, Tile, np.ndarray]]) -> None:
-        left = iter(coming)
-        for blocks, plan in self._planned([(file, tile, array.dtype) for file, tile, array in coming]):
-            memory = [array.reshape(-1).view(np.uint8) for _, (_, _, array) in zip(blocks, left, strict=False)]
-            self._writer.run(plan, blocks, memory)
-
-    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `Sink`. Files are written one after the other, in parts, while the previous batch is kept."""
-        coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
-        file_traffic = [traffic_of(plan, self._paths, 1) for _, plan in self._planned(coming)]
-        kept, self._kept_bytes = (
-            self._kept_bytes,
-            sum(prod(tile.box.shape) * dtype.itemsize for _, tile, dtype in coming),
-        )
-        return Traffic(
-            sum(traffic.needed_bytes for traffic in file_traffic),
-            sum(traffic.moved_bytes for traffic in file_traffic),
-            sum(traffic.num_requests for traffic in file_traffic),
-            staging_bytes=kept + max(traffic.staging_bytes for traffic in file_traffic) + self._part_bytes,
-            streams=1,
-            files={name: figures for traffic in file_traffic for name, figures in traffic.files.items()},
-        )
-
-    def _planned(self, coming: Sequence[tuple[int, Tile, np.dtype]]) -> Iterator[tuple[list[Block], TransferPlan]]:
-        """Yield blocks of tiles, and how they are written, file by file."""
         for number, of_file in groupby(coming, key=itemgetter(0)):
-            _, tiles, dtypes = zip(*of_file, strict=True)
-            yield planned(tiles, dtypes, self._views[number], self._files.locations.__getitem__)
+            _, tiles, arrays = zip(*of_file, strict=True)
+            dtypes = [array.dtype for array in arrays]
+            blocks, plan = planned(tiles, dtypes, self._views[number], self._files.locations.__getitem__)
+            self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
 
     def _flush(self) -> None:
         """Write the kept batch, and wait until the files are there, also files without tensors."""
@@ -258,6 +228,14 @@ class UnfinishedObjects(Workspace):
         """Return the numbers of the files that are there, except the file that is written last."""
         names = set(self._store.list(self.path) or ())
         return {number for number, name in enumerate(self._names) if name in names and name != self._last_name}
+
+
+def _whole_chunks(tile: Tile, source: TileSource) -> Tile:
+    """Return all that is read of a source for a tile: the chunks that it touches."""
+    grain = [max(chunk, 1) for chunk in source.grain(tile.name)]  # 0 along empty dimensions
+    sides = zip(tile.box, grain, source.leaves[tile.name].shape, strict=True)
+    box = Box((start // chunk * chunk, min(-(-stop // chunk) * chunk, size)) for (start, stop), chunk, size in sides)
+    return Tile(tile.name, box)
 
 
 def _file_units(files: Files, source: TileSource, limit: int) -> Iterator[tuple[Unit, Mapping[str, View]]]:

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from math import prod
 from typing import Any
 
 import jax
@@ -17,11 +16,9 @@ import numpy as np
 
 from orbax_safetensors.geometry.tiling import chunk_shape
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, UnfinishedCheckpoint, array_name
-from orbax_safetensors.orbax_store.directories import requests_at_once
 from orbax_safetensors.orbax_store.item_writer import ItemWriter
-from orbax_safetensors.orbax_store.leaf import chunks_of, num_chunks, touched_nbytes
+from orbax_safetensors.orbax_store.leaf import chunks_of, num_chunks
 from orbax_safetensors.orbax_store.operations import Budget, begin_write, finish_all
-from orbax_safetensors.streaming.cost import PlannedArray, Traffic
 from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_fits, check_tiles, tile_bytes
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, Unit
@@ -36,20 +33,14 @@ class OrbaxSink(Sink):
 
     workspace: UnfinishedCheckpoint
 
-    def __init__(
-        self,
-        checkpoint: UnfinishedCheckpoint,
-        names: Mapping[str, tuple[str, str]],
-        units: Sequence[Unit],
-        batch_bytes: int,
-    ) -> None:
-        """Write nothing. `names` has for each array its item and its name in rules, as `spec`."""
+    def __init__(self, checkpoint: UnfinishedCheckpoint, units: Sequence[Unit], batch_bytes: int) -> None:
+        """Write nothing."""
         self.workspace, self.units, self.batch_bytes = checkpoint, units, batch_bytes
         # What Orbax restores: the item if it is the only one.
         item = next(iter(checkpoint.items)) if len(checkpoint.items) == 1 else ""
         self.path = posixpath.join(checkpoint.destination, item) if item else checkpoint.destination
         self.counters = Counters()
-        self._leaves, self._names = checkpoint.leaves, names
+        self._leaves = checkpoint.leaves
         # For tiles, and for what is made of them.
         self._budget = Budget(2 * self.writers * batch_bytes)
         self._counting = threading.Lock()
@@ -59,22 +50,6 @@ class OrbaxSink(Sink):
     def moved_bytes(self) -> int:
         """See `Sink`."""
         return self._moved_bytes
-
-    @property
-    def arrays(self) -> tuple[PlannedArray, ...]:
-        """See `Sink`."""
-        return tuple(
-            PlannedArray(
-                self._names[name][1],
-                self._names[name][0] if len(self.workspace.items) > 1 else None,
-                leaf.dtype.name,
-                leaf.shape,
-                leaf.chunk_shape,
-                prod(leaf.grid),
-                leaf.chunk_nbytes,
-            )
-            for name, leaf in self._leaves.items()
-        )
 
     def _open(self) -> None:
         self._stores = self.workspace.named(lambda item: item.open(self._process == 0))
@@ -117,17 +92,6 @@ class OrbaxSink(Sink):
         writing.add_done_callback(count)
         return writing
 
-    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `Sink`. Bytes count before the encoding, which takes at most as much memory again."""
-        written = sum(touched_nbytes(tile.box, self._leaves[tile.name]) for tile in tiles)
-        return Traffic(
-            written,
-            written,
-            sum(num_chunks(tile.box, self._leaves[tile.name]) for tile in tiles),
-            staging_bytes=written if self.workspace.compression else 0,
-            streams=requests_at_once(self.workspace.destination),
-        )
-
     def _flush(self) -> None:
         self._stores = {}
 
@@ -138,7 +102,6 @@ def orbax_sink(
     source: TileSource,
     path: str,
     items: Mapping[str, OrbaxItem],
-    names: Mapping[str, tuple[str, str]],
     groups: Iterable[tuple[str, ...]],
     *,
     memory_bytes: int,
@@ -152,7 +115,6 @@ def orbax_sink(
       path: the checkpoint's directory.
       items: by name, with an `OrbaxLeaf` for each leaf of the source, whose chunks are its shards. Chunks that are too
         large are cut.
-      names: for each leaf of the source, its item and the name by which a caller's rules find it.
       groups: leaves that interleave in the source.
       memory_bytes: all that the conversion takes.
       chunk_bytes: the most bytes of a chunk.
@@ -188,4 +150,4 @@ def orbax_sink(
         check_fits(name, leaf.chunk_nbytes, memory_bytes)
     atomic_tiles = {name: leaf.chunk_shape for name, leaf in checkpoint.leaves.items()}
     units = [(bundle,) for bundle in bundles(source, atomic_tiles, {}, groups, memory_bytes)]
-    return OrbaxSink(checkpoint, names, units, batch_bytes(memory_bytes))
+    return OrbaxSink(checkpoint, units, batch_bytes(memory_bytes))

@@ -11,13 +11,11 @@ import numpy as np
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxStep
-from orbax_safetensors.orbax_store.directories import requests_at_once
 from orbax_safetensors.orbax_store.leaf import num_chunks, touched_nbytes
 from orbax_safetensors.orbax_store.operations import finish_all
 from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.streaming.cost import Traffic
 from orbax_safetensors.streaming.cutting import check_fits
-from orbax_safetensors.streaming.tiles import Tile, nbytes
+from orbax_safetensors.streaming.tiles import Tile
 from orbax_safetensors.transfer.engine import Counters
 
 # Compressed chunks hold less than this many bytes for each of theirs: of zeros that stock Orbax saves, up to 30,700; of
@@ -88,19 +86,6 @@ class OrbaxSource:
         self.counters.num_requests += sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles)
         self.counters.nbytes += sum(touched_nbytes(tile.box, self._arrays[tile.name]) for tile in tiles)
         return arrays
-
-    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
-        """See `TileSource`. Bytes are decoded bytes; a chunk that a tile touches in part is read whole."""
-        touched = sum(touched_nbytes(tile.box, self._arrays[tile.name]) for tile in tiles)
-        largest = max((self._arrays[tile.name].chunk_nbytes for tile in tiles), default=0)
-        items = {item.path: item for item, _ in self._stored.values()}.values()  # items share their memory
-        return Traffic(
-            nbytes(tiles, self.leaves),
-            touched,
-            sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles),
-            staging_bytes=max((item.in_flight_bytes(touched, largest) for item in items), default=0),
-            streams=requests_at_once(self.path),
-        )
 
     def check(self) -> None:
         """See `TileSource`."""

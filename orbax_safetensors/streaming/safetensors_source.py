@@ -17,10 +17,8 @@ from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import pace
 from orbax_safetensors.streaming.tiles import Tile, planned
-from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
 
 # Shorter runs are read at a fraction of the speed.
@@ -82,20 +80,11 @@ class SafetensorsSource:
 
     def read(self, tiles: Sequence[Tile], report: Callable[[float], None] | None = None) -> list[np.ndarray]:
         """See `TileSource`."""
-        blocks, plan = self._planned(tiles)
+        dtypes = [self.leaves[tile.name].dtype for tile in tiles]
+        blocks, plan = planned(tiles, dtypes, self._views, self._checkpoint.location, self._pace)
         memory = allocate([block.nbytes for block in blocks], direct_offsets(plan, self._checkpoint.store))
         self._reader.run(plan, blocks, memory, report)
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
-
-    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
-        """See `TileSource`."""
-        _, plan = self._planned(tiles)
-        held = self._checkpoint.store.cost.held_request_bytes
-        return traffic_of(plan, [file.path for file in self._checkpoint.files], self._pace.requests, held)
-
-    def _planned(self, tiles: Sequence[Tile]) -> tuple[list[Block], TransferPlan]:
-        dtypes = [self.leaves[tile.name].dtype for tile in tiles]
-        return planned(tiles, dtypes, self._views, self._checkpoint.location, self._pace)
 
     def check(self) -> None:
         """See `TileSource`."""

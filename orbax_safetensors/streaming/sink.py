@@ -16,10 +16,8 @@ from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import agree, all_gather, announce, announced, new_key, together, withdraw
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.workspace import Workspace
-from orbax_safetensors.streaming.cost import PlannedArray, Traffic
 from orbax_safetensors.streaming.tiles import Tile, Unit
 from orbax_safetensors.transfer.engine import Counters
-from orbax_safetensors.transfer.figures import PlannedFile
 
 # Seconds between two looks at whether another process has given up.
 _LOOK_SECONDS = 1.0
@@ -40,7 +38,6 @@ class Sink:
       batch_bytes: the bytes that move at once.
       writers: the threads that may write batches at once.
       counters: the writes of this process so far, and the bytes of arrays that it has written.
-      files: the safetensors files of the checkpoint; empty for Orbax.
     """
 
     path: str
@@ -50,7 +47,6 @@ class Sink:
     batch_bytes: int
     writers = 2
     counters: Counters
-    files: tuple[PlannedFile, ...] = ()
     _failure: Exception | None = None
     _ended = False
     _looked: float
@@ -59,11 +55,6 @@ class Sink:
     def moved_bytes(self) -> int:
         """The bytes of arrays that are stored so far, for progress: also those of a `write` that has not returned."""
         return self.counters.nbytes
-
-    @property
-    def arrays(self) -> tuple[PlannedArray, ...]:
-        """The arrays of a checkpoint of Orbax; empty for safetensors files."""
-        return ()
 
     def begin(self, *, resume: bool) -> Self:
         """Begin the checkpoint. Every process calls this, with a sink of the same content.
@@ -92,17 +83,13 @@ class Sink:
         raise NotImplementedError
 
     def expect(self, units: Sequence[int]) -> None:
-        """Expect this process to write these units, in this order; also without `begin`, for `traffic`."""
+        """Expect this process to write these units, in this order. Comes after `begin`."""
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """Write tiles, or keep them until the next call, at the latest until `commit`, and write them then.
 
         A later run that resumes finds a unit written, by `has`, once the sink has written all of its tiles.
         """
-        raise NotImplementedError
-
-    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """Return the cost in storage of a `write` of the same tiles with these dtypes; write nothing."""
         raise NotImplementedError
 
     def commit(self, last: Callable[[], None] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""`TileJob`: a conversion from any source into any sink, which all processes plan or run together.
+"""`TileJob`: a conversion from any source into any sink, which all processes run together.
 
 One batch of tiles is read while the ones before are written.
 """
@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import chain
 from typing import TypeVar
 
 import jax
@@ -20,12 +19,10 @@ from orbax_safetensors.options import Progress
 from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.process_memory import resident, trim
 from orbax_safetensors.storage.threads import Threads
-from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan
 from orbax_safetensors.streaming.cutting import step_bytes
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Tile, TileSource, nbytes
 from orbax_safetensors.transfer.engine import batches
-from orbax_safetensors.transfer.figures import looked_at
 from orbax_safetensors.transfer.progress import SECONDS
 
 _T = TypeVar("_T")
@@ -46,32 +43,6 @@ class TileJob:
         """A digest of what is written, equal in all processes that see the same source."""
         return digest_of(self.sink.workspace.record)
 
-    def plan(self, process_count: int, *, all_processes: bool = False) -> ConversionPlan:
-        """Return the cost of `run` for `process_count` processes; see `plan_restore`.
-
-        Raises the errors of `run` if something is in the way at the destination.
-        """
-        source, sink = self.source, self.sink
-        sink.workspace.check_place()
-        return ConversionPlan(
-            sink.path,
-            process_count,
-            tuple(self._cost(process, process_count) for process in looked_at(process_count, everyone=all_processes)),
-            files=sink.files,
-            arrays=sink.arrays,
-            source_bytes=source.stored_bytes,
-            from_orbax=source.decoded,
-        )
-
-    def _cost(self, process: int, process_count: int) -> ConversionCost:
-        early, last = self._share_of(range(len(self.sink.units)), process, process_count)
-        self.sink.expect([*early, *last])
-        costs = []
-        for tiles, size, overlap in chain(self._batches(early), self._batches(last)):
-            dtypes = [self.source.leaves[tile.name].dtype for tile in tiles]
-            costs.append(Batch(len(tiles), size, self.source.traffic(tiles), self.sink.traffic(tiles, dtypes), overlap))
-        return ConversionCost(process, tuple(costs))
-
     def run(self, *, resume: bool, progress: Progress | None) -> None:
         """Convert, together with all other processes.
 
@@ -79,7 +50,7 @@ class TileJob:
         """
         with self.sink.begin(resume=resume) as sink:
             left = [unit for unit in range(len(sink.units)) if not sink.has(unit)]
-            early, last = self._share_of(left, jax.process_index(), jax.process_count())
+            early, last = self._share_of(left)
             sink.expect([*early, *last])
             moved = _Moved(progress, sum(map(self._nbytes, (*early, *last))), sink)
             self._move(early, moved)
@@ -141,9 +112,9 @@ class TileJob:
     def _nbytes(self, unit: int) -> int:
         return sum(nbytes(bundle, self.source.leaves) for bundle in self.sink.units[unit])
 
-    def _share_of(self, units: Sequence[int], process: int, count: int) -> tuple[list[int], list[int]]:
-        """Return the units that a process moves with the others; and the last unit, which process 0 moves later."""
-        last = self.sink.last
+    def _share_of(self, units: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the units that this process moves with the others; and the last unit, which process 0 moves later."""
+        last, process, count = self.sink.last, jax.process_index(), jax.process_count()
         early = share([unit for unit in units if unit != last], self._nbytes, process, count)
         return early, [unit for unit in units if unit == last and process == 0]
 

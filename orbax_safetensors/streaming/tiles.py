@@ -12,7 +12,6 @@ import numpy as np
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.store import Pace
-from orbax_safetensors.streaming.cost import Traffic
 from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, transfer_plan
 
@@ -69,7 +68,7 @@ class TileSource(Protocol):
 
     @property
     def decoded(self) -> bool:
-        """Whether `traffic` counts decoded bytes."""
+        """Whether a grain is read and decoded whole, even for a part of it."""
 
     @property
     def stored_bytes(self) -> int | None:
@@ -90,9 +89,6 @@ class TileSource(Protocol):
 
         Meanwhile, a source may call `report` with the share of the bytes that it has read.
         """
-
-    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
-        """Return the cost in storage of a `read` of the same tiles; read nothing."""
 
     def check(self) -> None:
         """Raise `StorageError` if the stored files have changed since they were opened."""

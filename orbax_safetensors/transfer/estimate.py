@@ -40,12 +40,6 @@ class TimeEstimate:
     slowest: int
     processes: tuple[float, ...]
 
-    @staticmethod
-    def of(seconds: Mapping[int, float]) -> TimeEstimate:
-        """Return the estimate for processes, given the seconds of each by its number."""
-        slowest = max(seconds, key=seconds.__getitem__, default=0)
-        return TimeEstimate(seconds.get(slowest, 0.0), slowest, tuple(seconds.values()))
-
 
 def estimate(processes: Mapping[int, tuple[int, int]], bandwidth: float, latency: float, streams: int) -> TimeEstimate:
     """Return how long the requests of processes take, given the bytes and the requests of each, by its number.
@@ -58,12 +52,12 @@ def estimate(processes: Mapping[int, tuple[int, int]], bandwidth: float, latency
         raise SafetensorsError(f"latency is {latency!r}, must be a number of seconds, 0 or more")
     if streams < 1:
         raise SafetensorsError(f"streams is {streams!r}, must be at least 1")
-    return TimeEstimate.of(
-        {
-            process: _seconds(nbytes, requests, bandwidth, latency, streams)
-            for process, (nbytes, requests) in processes.items()
-        }
-    )
+    seconds = {
+        process: _seconds(nbytes, requests, bandwidth, latency, streams)
+        for process, (nbytes, requests) in processes.items()
+    }
+    slowest = max(seconds, key=seconds.__getitem__, default=0)
+    return TimeEstimate(seconds.get(slowest, 0.0), slowest, tuple(seconds.values()))
 
 
 def _seconds(nbytes: int, requests: int, bandwidth: float, latency: float, streams: int) -> float:

@@ -238,7 +238,6 @@ def test_arrays_of_orbax_that_no_files_hold(tmp_path, within):
     path.write_text(json.dumps(array))
     for call in (
         lambda: ost.reshard(tmp_path / "a", tmp_path / "b"),
-        lambda: ost.plan_reshard(tmp_path / "a", tmp_path / "b"),
         lambda: ost.convert(tmp_path / "a", tmp_path / "b", to="safetensors"),
         lambda: open_source(str(tmp_path / "a"), 2**20),
     ):

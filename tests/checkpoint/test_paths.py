@@ -94,12 +94,10 @@ def test_any_name_of_a_directory(tmp_path, name):
     ocp.Checkpointer(ost.SafetensorsHandler()).save(root / "st", TREE)
     same(ours(root / "st"))
     assert ost.verify(root / "st") == []
-    assert ost.plan_convert(root / "st", root / "orbax", to="orbax").num_chunks == 2
     ost.convert(root / "st", root / "orbax", to="orbax")
     same(stock(root / "orbax"))
     ost.convert(root / "orbax", root / "back", to="safetensors")
     same(ours(root / "back"))
-    ost.plan_reshard(root / "orbax", root / "orbax for 2", **MESH)
     ost.reshard(root / "orbax", root / "orbax for 2", **MESH)
     same(stock(root / "orbax for 2"))
     ost.reshard(root / "st", root / "st for 2", **MESH)
@@ -132,9 +130,7 @@ def test_names_that_orbax_does_not_take_for_names(saved, tmp_path, name):
     root = tmp_path / name
     for make in (
         lambda: ost.convert(saved / "st", root / "to", to="orbax"),
-        lambda: ost.plan_convert(saved / "st", root / "to", to="orbax"),
         lambda: ost.reshard(saved / "orbax", root / "to", **MESH),
-        lambda: ost.plan_reshard(saved / "orbax", root / "to", **MESH),
     ):
         with pytest.raises(ost.StorageError, match="Orbax|unfinished"):
             make()
@@ -256,4 +252,4 @@ def test_a_save_whose_path_is_no_text(tmp_path):
 )
 def test_names_of_objects_that_orbax_does_not_take_for_names(saved, name, meaning):
     with pytest.raises(ost.StorageError, match=meaning):
-        ost.plan_convert(saved / "st", f"gs://bucket/{name}", to="orbax")
+        ost.convert(saved / "st", f"gs://bucket/{name}", to="orbax")

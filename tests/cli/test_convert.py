@@ -117,6 +117,26 @@ def test_reshard_of_safetensors(cli, tmp_path):
     same(ost.SafetensorsHandler().restore(tmp_path / "mesh"), stored(QWEN3))
 
 
+def test_names_are_those_of_a_plan(cli, tmp_path):
+    """Of a restore from the same source, which prints them."""
+    leaves = json.loads(cli("inspect", HF, "--family", "maxtext", "--json").out)["leaves"]
+    (name,) = (leaf["path"] for leaf in leaves if leaf["path"].endswith("embedding"))
+    planned = json.loads(cli("plan", ORBAX, "--mesh", "x=2", "--spec", "kernel=-,x", "--json").out)
+    in_orbax = planned["over_reads"][0]["name"]
+    assert (name, in_orbax.split(".")[:3]) == ("params.token_embedder.embedding", ["params", "params", "decoder"])
+    for own, plan, convert in (
+        (name, ["plan", HF, "--family", "maxtext"], ["convert", HF, tmp_path / "converted", *TO_ORBAX]),
+        (in_orbax, ["plan", ORBAX], ["reshard", ORBAX, tmp_path / "resharded"]),
+    ):
+        for spec, status in ((f"^params.{own}$=x", 2), (f"^{own}$=x", 0)):
+            asked = ["--mesh", "x=2", "--spec", spec]
+            planned, converted = cli(*plan, *asked), cli(*convert, *asked)
+            assert (planned.status, converted.status) == (status, status)
+            errors = [result.err.rpartition("error: ")[2] for result in (planned, converted)]
+            assert errors[0] == errors[1] if status else not errors[0]
+            assert not status or errors[0].startswith("--spec: ")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -177,7 +197,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["reshard", QWEN3, "to", "--mesh", "x=2", "--spec", "norm=-,-,x"], "expected at most"),
         (["reshard", QWEN3, "to", "--mesh", "x=2", "--spec", "nrom=x"], "error: --spec: 'nrom' is found in none of"),
         (
-            ["convert", QWEN3, "to", *TO_ORBAX, "--mesh", "x=2", "--spec", "a=x", "--spec", "a$=x", "--plan"],
+            ["convert", QWEN3, "to", *TO_ORBAX, "--mesh", "x=2", "--spec", "a=x", "--spec", "a$=x"],
             "--spec: 'a",
         ),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "nrom=float32"], "error: --dtype: 'nrom' is found in none of"),
@@ -187,6 +207,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["reshard", QWEN3, "to", "--max-file-bytes", "5GB", "--mesh", "x=2"], "--max-file-bytes is not for a --mesh"),
         (["reshard", QWEN3, "to", "--no-compression"], "--no-compression is for Orbax"),
         (["reshard", QWEN3, "to", "--to", "orbax"], "there is no option --to"),
+        (["reshard", QWEN3, "to", "--plan"], "there is no option --plan"),
     ],
 )
 def test_mistakes_in_the_command_line_are_status_2(cli, tmp_path, monkeypatch, argv, message):

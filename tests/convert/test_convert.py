@@ -285,14 +285,13 @@ def test_the_target_of_a_whole_training_state(tmp_path):
 
     like = jax.tree.map(target, restored(open_orbax(source).path)[0])
     assert "step" in like
-    assert ost.plan_reshard(source, tmp_path / "to", like=like).total_bytes > 0
     ost.reshard(source, tmp_path / "to", like=like)
     for leaf in open_orbax(tmp_path / "to").leaves.values():
         if leaf.kind in ARRAYS:
             assert leaf.sharding.partition_spec == (("x",) if len(leaf.shape) > 1 else ())
     like["step"] = target(np.zeros((2, 2)))
     with pytest.raises(ost.TensorMismatchError, match="^like: 'step' is none of the 35 names of arrays"):
-        ost.plan_reshard(source, tmp_path / "to", like=like)
+        ost.reshard(source, tmp_path / "wrong", like=like)
 
 
 def test_names_of_maxtext_are_those_of_its_tree(tmp_path):
@@ -313,7 +312,6 @@ def test_names_of_maxtext_are_those_of_its_tree(tmp_path):
     assert ost.plan_restore(hf, like, family="maxtext").total_params > 0
     for number, asked in enumerate(({"mesh": {"x": 4}, "spec": {f"^{name}$": ("x",)}}, {"like": like})):
         asked |= {"to": "orbax", "family": "maxtext", "dtype": {f"^{name}$": "float16"}}
-        assert ost.plan_convert(hf, tmp_path / str(number), **asked).num_chunks == len(leaves) + 3
         ost.convert(hf, tmp_path / str(number), **asked)
         found = open_orbax(tmp_path / str(number)).leaves[f"params.{name}"]
         assert (found.chunk_shape, found.dtype) == ((vocabulary // 4, width), np.float16)

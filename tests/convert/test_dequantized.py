@@ -94,10 +94,9 @@ def test_a_plain_copy(model):
     directory, plain, beside = model
     copy = directory.parent / "plain"
     (directory / "tokenizer.json").write_text("{}")
-    planned = ost.plan_convert(directory, copy, to="safetensors", family="dequantized")
     done = ost.convert(directory, copy, to="safetensors", family="dequantized", memory_bytes=2**20)
     assert done.family == "dequantized"
-    assert sum(cost.written_bytes for cost in planned.processes) >= done.nbytes == sum(a.nbytes for a in plain.values())
+    assert done.nbytes == sum(array.nbytes for array in plain.values())
     same({name: array for file in copy.glob("*.safetensors") for name, array in load_file(file).items()}, plain)
     assert json.loads((copy / "config.json").read_text()) == {"model_type": "toy", "dtype": "bfloat16"}
     assert (copy / "tokenizer.json").exists()

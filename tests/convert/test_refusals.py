@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.convert.conversion import prepare
+from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.streaming import cutting
 from tests.support.conversions import checkpoint
@@ -106,11 +108,10 @@ def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
 @pytest.mark.parametrize("url", ["gs://", "gs:///", "s3:///key", "hf://", "https://"])
 def test_urls_of_nothing(url, tmp_path):
     checkpoint(tmp_path / "from")
-    for call in (ost.convert, ost.plan_convert):
-        for to in ("orbax", "safetensors"):
-            for arguments in ((url, tmp_path / "to"), (tmp_path / "from", url)):
-                with pytest.raises(ost.StorageError, match=f"^{url}: expected a name after {url.partition('/')[0]}//$"):
-                    call(*arguments, to=to)
+    for to in ("orbax", "safetensors"):
+        for arguments in ((url, tmp_path / "to"), (tmp_path / "from", url)):
+            with pytest.raises(ost.StorageError, match=f"^{url}: expected a name after {url.partition('/')[0]}//$"):
+                ost.convert(*arguments, to=to)
 
 
 def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
@@ -118,9 +119,8 @@ def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    for call in (ost.reshard, ost.plan_reshard):
-        with pytest.raises(ost.StorageError, match="^to: is in the working directory, which was deleted$"):
-            call(tmp_path / "from", "to")
+    with pytest.raises(ost.StorageError, match="^to: is in the working directory, which was deleted$"):
+        ost.reshard(tmp_path / "from", "to")
 
 
 CALLS = {
@@ -161,28 +161,23 @@ def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
 
 
 SHORT_OF_MEMORY = {
-    "convert": (ost.convert, ost.plan_convert, {"to": "orbax"}),
-    "reshard": (ost.reshard, ost.plan_reshard, {}),
-    "reshard for a mesh": (
-        ost.reshard,
-        ost.plan_reshard,
-        {"mesh": {"x": 2}, "spec": {"array": (None, "x")}},
-    ),
+    "convert": (ost.convert, ConvertRequest, {"to": "orbax"}),
+    "reshard": (ost.reshard, ReshardRequest, {}),
+    "reshard for a mesh": (ost.reshard, ReshardRequest, {"mesh": {"x": 2}, "spec": {"array": (None, "x")}}),
 }
 
 
 @pytest.mark.parametrize("call", SHORT_OF_MEMORY)
 def test_memory_for_less_than_a_tile(call, tmp_path):
     """The error has the number that would do: for rows of `narrow`, pages of `wide`, and a thousandth of `small`."""
-    run, plan, arguments = SHORT_OF_MEMORY[call]
+    run, request, arguments = SHORT_OF_MEMORY[call]
     shapes = {"narrow": (1100, 4), "wide": (2, 600_000), "small": (20, 250)}
     for name, needed in (("narrow", 8 * 16), ("wide", 8 * 4096), ("small", 8 * 20)):
         source, to = tmp_path / name, tmp_path / f"from {name}"
         ost.save(source, {"array": np.zeros(shapes[name], np.float32), "scalar": np.float32(0)}, index=False)
-        for job in (run, plan):
-            with pytest.raises(ost.SafetensorsError, match=f"memory_bytes is {needed - 1}: 'array' .* {needed} are"):
-                job(source, to, memory_bytes=needed - 1, **arguments)
-        plan(source, to, memory_bytes=needed, **arguments)
+        with pytest.raises(ost.SafetensorsError, match=f"memory_bytes is {needed - 1}: 'array' .* {needed} are"):
+            run(source, to, memory_bytes=needed - 1, **arguments)
+        prepare(request.of(source, to, memory_bytes=needed, **arguments)).source.close()
 
 
 def test_patterns_that_nothing_is_called_like(tmp_path):
@@ -192,22 +187,20 @@ def test_patterns_that_nothing_is_called_like(tmp_path):
             ost.reshard(source, tmp_path / "to", mesh={"x": 2}, spec={"kernle": ("x",)})
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_patterns_that_come_too_late(planned, tmp_path):
+def test_patterns_that_come_too_late(tmp_path):
     checkpoint(tmp_path / "from")
-    convert, reshard = (ost.plan_convert, ost.plan_reshard) if planned else (ost.convert, ost.reshard)
     too_late = {"mesh": {"x": 2}, "spec": {"w|embedding": ("x",), "kernel|b$": (), "w$|embedding$": (None, "x")}}
     message = r"spec: 'w\$\|embedding\$' is not used: earlier patterns apply to all \d arrays that it is found in"
     for call, source, asked in (
-        (convert, tmp_path / "from", {"to": "orbax", **too_late}),
-        (reshard, tmp_path / "from", too_late),
-        (reshard, TESTDATA / "orbax" / "qwen3_unscanned", too_late),
+        (ost.convert, tmp_path / "from", {"to": "orbax", **too_late}),
+        (ost.reshard, tmp_path / "from", too_late),
+        (ost.reshard, TESTDATA / "orbax" / "qwen3_unscanned", too_late),
     ):
         with pytest.raises(ost.TensorMismatchError, match=message):
             call(source, tmp_path / "to", **asked)
     message = r"dtype: 'w' is not used: earlier patterns apply to all \d floating-point arrays that it is found in"
     with pytest.raises(ost.TensorMismatchError, match=message):
-        convert(tmp_path / "from", tmp_path / "to", to="orbax", dtype={"": "float16", "w": "bfloat16"})
+        ost.convert(tmp_path / "from", tmp_path / "to", to="orbax", dtype={"": "float16", "w": "bfloat16"})
     assert not (tmp_path / "to").exists()
 
 

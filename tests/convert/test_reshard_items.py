@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.cli.main import main
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     OrbaxItem,
@@ -61,20 +60,6 @@ def test_all_items_of_a_step(root, given):
         assert (own.items[item].ocdbt, own.items[item].zarr3) == (other.items[item].ocdbt, other.items[item].zarr3)
     # Orbax 0.11 leaves this one on Google Cloud Storage only.
     assert {path.name for path in made.iterdir()} == {path.name for path in step.iterdir()} | {"commit_success.txt"}
-
-
-def test_names_of_a_plan_are_those_that_rules_find(tmp_path, capsys):
-    save(tmp_path / "from")
-    arrays = ost.plan_reshard(tmp_path / "from", tmp_path / "to").arrays
-    assert {(array.item, array.name) for array in arrays} == {
-        ("params", "layers.w"), ("params", "b"), ("opt", "layers.w"),
-    }  # fmt: skip
-    spec = {f"^{array.name}$": ("x",) for array in arrays}
-    planned = ost.plan_reshard(tmp_path / "from", tmp_path / "to", mesh={"x": 4}, spec=spec)
-    assert {array.num_chunks for array in planned.arrays} == {4}
-    assert main(["reshard", str(tmp_path / "from"), str(tmp_path / "to"), "--plan", "--files"]) == 0
-    printed = [line.split("\t")[:2] for line in capsys.readouterr().out.rpartition("\n\n")[2].splitlines()]
-    assert printed == [["item", "array"], *([array.item, array.name] for array in arrays)]
 
 
 def test_one_item_of_a_step(root):

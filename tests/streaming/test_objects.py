@@ -12,6 +12,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import read_small, write_small
+from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from tests.support.files import random_bits, write_indexed
 from tests.support.roots import TESTDATA
 from tests.support.servers.faults import Answer
@@ -80,25 +81,6 @@ def test_as_on_a_disk(kind, source, place, tmp_path):
         assert found[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize("asked", [{"max_file_bytes": 6000}, {}])
-def test_what_is_planned_is_what_is_done(asked, source, place):
-    """Also where the last file is written by the first process, after all others."""
-    to = f"{place.url}/to"
-    one, two = (ost.plan_reshard(source, to, memory_bytes=SMALL, process_count=count, **asked) for count in (1, 2))
-    assert content(to) == {}
-    done = ost.reshard(source, to, memory_bytes=SMALL, **asked)
-    (cost,) = one.processes
-    assert (cost.nbytes, cost.read_requests + cost.write_requests) == (done.nbytes, done.requests)
-    assert {file.file: file.nbytes for file in one.files} == {
-        name: len(made) for name, made in content(to).items() if name.endswith(".safetensors")
-    }
-    assert sum(file.written_bytes for file in cost.writes) == cost.written_bytes
-    assert [own.num_tiles > 0 for own in two.processes] == [True, bool(asked)]
-    assert two.total_bytes == one.total_bytes
-    with pytest.raises(ost.StorageError, match="already exists"):
-        ost.plan_reshard(source, to)
-
-
 @pytest.mark.parametrize("model", ["qwen3_unscanned", "deepseek3_scanned"])
 @pytest.mark.parametrize("memory_bytes", [200_000, 1 << 30])
 def test_from_maxtext(model, memory_bytes, place, tmp_path):
@@ -114,14 +96,20 @@ def test_from_maxtext(model, memory_bytes, place, tmp_path):
 
 
 @pytest.mark.parametrize(("memory_bytes", "warned"), [(200_000, True), (1 << 30, False)])
-def test_chunks_that_are_read_more_than_once_are_told_of(memory_bytes, warned, place, caplog):
+def test_chunks_that_are_read_more_than_once_are_told_of(memory_bytes, warned, place, caplog, monkeypatch):
+    read, close = [], OrbaxSource.close
+
+    def closed(own):
+        read.append(own.counters.nbytes)
+        close(own)
+
+    monkeypatch.setattr(OrbaxSource, "close", closed)
     asked = {**MAXTEXT, "config": TESTDATA / "maxtext" / "deepseek3" / "hf", "memory_bytes": memory_bytes}
     found, to = TESTDATA / "orbax" / "deepseek3_scanned", f"{place.url}/to"
-    (cost,) = ost.plan_convert(found, to, **asked).processes
-    assert (cost.read_bytes > cost.needed_bytes) == warned
     done = ost.convert(found, to, **asked)
+    assert (read[0] > done.nbytes) == warned
     said = [record.getMessage() for record in caplog.records if "bytes of chunks are read" in record.getMessage()]
-    expected = f"{cost.read_bytes} bytes of chunks are read for {done.nbytes} bytes of arrays"
+    expected = f"{read[0]} bytes of chunks are read for {done.nbytes} bytes of arrays"
     assert [expected in one for one in said] == [True] * warned
 
 

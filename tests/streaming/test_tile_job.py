@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.streaming import tile_job
-from orbax_safetensors.streaming.cost import Traffic
 from orbax_safetensors.streaming.cutting import batch_bytes, bundle_bytes, bundles, check_fits, step_bytes
 from orbax_safetensors.streaming.tile_job import TileJob, share
 from orbax_safetensors.streaming.tiles import Tile, nbytes
@@ -28,8 +27,7 @@ class Memory:
 
     decoded = True
     path = identity = "memory"
-    stored_bytes = last = None
-    files = arrays = ()
+    last = None
     moved_bytes = property(lambda self: self.counters.nbytes)
 
     def __init__(self, arrays, atomic_tiles=None, fail_at=None):
@@ -45,13 +43,6 @@ class Memory:
         """Return the job that moves these bundles, each a unit."""
         self.units, self.batch_bytes, self.writers = [(bundle,) for bundle in cuts], batch_bytes, writers
         return TileJob(self, self)
-
-    @property
-    def workspace(self):
-        return self
-
-    def check_place(self):
-        pass
 
     def begin(self, *, resume):
         return contextlib.nullcontext(self)
@@ -154,9 +145,6 @@ class Slow(Memory):
         assert self.may_end.acquire(timeout=hang.SECONDS)
         super().write(tiles, arrays)
 
-    def traffic(self, *_):
-        return Traffic(0, 0, 0, 0, 1)
-
 
 @pytest.mark.parametrize(("sizes", "overlap"), [((10, 10, 10, 10), 2), ((10, 25, 10, 10), 1), ((25, 25, 25, 25), 1)])
 def test_two_batches_are_written_while_one_is_read(sizes, overlap):
@@ -164,7 +152,7 @@ def test_two_batches_are_written_while_one_is_read(sizes, overlap):
     memory = Slow({f"a{number}": np.zeros((size,), I4) for number, size in enumerate(sizes)})
     cuts = [(Tile(name, Box.whole(leaf.shape)),) for name, leaf in memory.leaves.items()]
     conversion = memory.cut(cuts, 40, 2)
-    overlaps = [batch.overlap for batch in conversion.plan(1).processes[0].batches]
+    overlaps = [overlap for _, _, overlap in conversion._batches(range(len(cuts)))]
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(conversion.run, resume=False, progress=None)
         assert all(memory.reads.acquire(timeout=hang.SECONDS) for _ in range(overlap + 1))

@@ -23,14 +23,13 @@ from orbax_safetensors.orbax_store import item_writer
 from orbax_safetensors.streaming import orbax_sink, partial_directory
 
 # Each takes about a dozen batches.
-_ASKED = {
-    "to_orbax": ("convert", {"to": "orbax", "memory_bytes": 40_000}),
-    "to_safetensors": ("convert", {"to": "safetensors", "memory_bytes": 40_000}),
-    "reshard_orbax": ("reshard", {"mesh": {"x": 4}, "spec": {"w": (None, "x")}, "memory_bytes": 40_000}),
-    "reshard_safetensors": ("reshard", {"mesh": {"x": 4}, "spec": {"w": (None, "x")}, "memory_bytes": 20_000}),
+_FOR_FOUR = {"mesh": {"x": 4}, "spec": {"w": (None, "x")}}
+CALLS = {
+    "to_orbax": partial(ost.convert, to="orbax", memory_bytes=40_000),
+    "to_safetensors": partial(ost.convert, to="safetensors", memory_bytes=40_000),
+    "reshard_orbax": partial(ost.reshard, **_FOR_FOUR, memory_bytes=40_000),
+    "reshard_safetensors": partial(ost.reshard, **_FOR_FOUR, memory_bytes=20_000),
 }
-CALLS = {kind: partial(getattr(ost, call), **asked) for kind, (call, asked) in _ASKED.items()}
-PLANS = {kind: partial(getattr(ost, f"plan_{call}"), **asked) for kind, (call, asked) in _ASKED.items()}
 
 
 def no_locks(*_):

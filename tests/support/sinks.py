@@ -15,7 +15,7 @@ class AnySink(OrbaxSink):
     """Takes any boxes of whole chunks rather than the tiles of a source."""
 
     def __init__(self, checkpoint, memory_bytes=256 << 20):
-        super().__init__(checkpoint, {}, units=(), batch_bytes=1)
+        super().__init__(checkpoint, units=(), batch_bytes=1)
         self.leaves = checkpoint.leaves
         self._budget = Budget(memory_bytes)
 
