@@ -232,8 +232,8 @@ class UnfinishedObjects(Workspace):
 
 def _whole_chunks(tile: Tile, source: TileSource) -> Tile:
     """Return all that is read of a source for a tile: the chunks that it touches."""
-    grain = [max(chunk, 1) for chunk in source.grain(tile.name)]  # 0 along empty dimensions
-    sides = zip(tile.box, grain, source.leaves[tile.name].shape, strict=True)
+    chunk_shape = [max(chunk, 1) for chunk in source.atomic_tile(tile.name)]  # 0 along empty dimensions
+    sides = zip(tile.box, chunk_shape, source.leaves[tile.name].shape, strict=True)
     box = Box((start // chunk * chunk, min(-(-stop // chunk) * chunk, size)) for (start, stop), chunk, size in sides)
     return Tile(tile.name, box)
 

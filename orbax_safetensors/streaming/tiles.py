@@ -68,7 +68,7 @@ class TileSource(Protocol):
 
     @property
     def decoded(self) -> bool:
-        """Whether a grain is read and decoded whole, even for a part of it."""
+        """Whether an atomic tile is read and decoded whole, even for a part of it."""
 
     @property
     def stored_bytes(self) -> int | None:

@@ -21,7 +21,7 @@ OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).paren
 OF_THEIR_OWN |= {"own-families", "quantized", "tables"}  # test_families.py
 OF_THEIR_OWN |= {"own-formats"}  # test_own_formats.py
 # The tests below look at the results.
-CHECKED = {"converting.md", "how-it-works.md", "large-conversions.md", "quickstart.md", "restore.md"}
+CHECKED = {"converting.md", "how-it-works.md", "quickstart.md", "restore.md"}
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
@@ -118,11 +118,6 @@ def test_the_guide_to_conversions(of_page, tmp_path):
     for name, array in stored(tmp_path / "tuned").items():
         assert array.dtype == "bfloat16"
         assert array.tobytes() == stored(tmp_path / "qwen3")[name].astype(array.dtype).tobytes()
-
-
-def test_the_plan_of_a_large_conversion_makes_nothing(of_page, tmp_path):
-    of_page("large-conversions.md")
-    assert not (tmp_path / "planned").exists()
 
 
 def test_a_model_runs_on_the_meshes_of_examples():
