@@ -19,10 +19,10 @@ from orbax_safetensors.format.header import TensorEntry
 from orbax_safetensors.format.layout import ADAPTER_STEM, STEM, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.family import NO_FAMILY, Envelope, FamilyUse
+from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse, StateWrapper
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.storage.store import File, Pace, Store
+from orbax_safetensors.storage.store import File, RequestLimits, Store
 from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, transfer_plan
 
 # Between a tensor's name and the number of its piece, if a view has several. No header can hold this character, so no
@@ -81,7 +81,7 @@ class Checkpoint:
     Attributes:
       mapped: what a family makes of the tensors, by path in the model's tree; None without a family.
       use: that family and its switches.
-      envelope: the tree around its tree in a checkpoint of Orbax.
+      wrapper: the tree around its tree in a checkpoint of Orbax.
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
       open_requests: how many opened it: for the listing, the index and the headers.
@@ -96,7 +96,7 @@ class Checkpoint:
     store: Store
     mapped: Mapping[str, View] | None = None
     use: FamilyUse = NO_FAMILY
-    envelope: Envelope = field(default_factory=Envelope)
+    wrapper: StateWrapper = field(default_factory=StateWrapper)
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
     open_requests: int = 0
@@ -232,13 +232,13 @@ class Checkpoint:
             file.read([(self.files[number].header.data_start + entry.begin, [memoryview(content)])])
         return bytes(content)
 
-    def pace(self, options: SafetensorsOptions) -> Pace:
-        """Return the pace of the requests of a restore."""
-        return self.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+    def request_limits(self, options: SafetensorsOptions) -> RequestLimits:
+        """Return the limits of the requests of a restore."""
+        return self.store.cost.request_limits(options.threads, options.max_gap_bytes, options.in_flight_bytes)
 
-    def transfer(self, blocks: Sequence[Block], pace: Pace) -> TransferPlan:
+    def transfer(self, blocks: Sequence[Block], limits: RequestLimits) -> TransferPlan:
         """Plan the reading of blocks, whose views are of tensors that `location` knows."""
-        return transfer_plan(blocks, self.location, pace.max_gap_bytes, pace.max_request_bytes)
+        return transfer_plan(blocks, self.location, limits.max_gap_bytes, limits.max_request_bytes)
 
     def open_file(self, index: int) -> File:
         """Open a file to read tensors; raises `StorageError` if it has changed since its header was read."""

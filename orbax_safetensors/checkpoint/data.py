@@ -73,11 +73,11 @@ def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsO
     nbytes = sum(check.nbytes for check in checks)
     store = reading(checkpoint.store, options.direct, nbytes)
     checkpoint = replace(checkpoint, store=store)
-    pace = store.cost.pace(options.threads, None, options.in_flight_bytes)
+    limits = store.cost.request_limits(options.threads, None, options.in_flight_bytes)
     with passing(options.progress, "verify") as progress:
         meter = Meter(progress or (lambda done, total: None), nbytes)
-        for first in range(0, len(checks), pace.requests):
-            _read(checkpoint, checks[first : first + pace.requests], pace.requests, pace.max_request_bytes, meter)
+        for first in range(0, len(checks), limits.requests):
+            _read(checkpoint, checks[first : first + limits.requests], limits.requests, limits.max_request_bytes, meter)
         meter.end()
     tensors = files = 0
     for check in checks:

@@ -20,7 +20,7 @@ from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import inference, registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, doubles, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Tree, Variant, envelope_of, switches_of
+from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Tree, Variant, switches_of, wrapper_of
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
@@ -219,7 +219,7 @@ def _described(
         check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
     shared = {stored[name] for name in tree.shared & stored.keys()}
     seen = split(checkpoint, tree, encoded) if dequantize == "split" else Tree(tree, shared=shared)
-    return replace(checkpoint, mapped=seen, use=use, envelope=envelope_of(family, use.variant))
+    return replace(checkpoint, mapped=seen, use=use, wrapper=wrapper_of(family, use.variant))
 
 
 def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:

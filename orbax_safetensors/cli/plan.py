@@ -217,7 +217,7 @@ def _run_save(
         options=options,
     )
     time = None
-    streams = checkpoint.pace(options).requests
+    streams = checkpoint.request_limits(options).requests
     if args.bandwidth is not None:
         writes = {cost.process: (cost.written_bytes, cost.num_requests) for cost in plan.processes}
         time = estimate(writes, args.bandwidth, args.latency or 0.0, streams)
@@ -305,7 +305,7 @@ def _scenario(
     time = None
     if args.bandwidth is not None:
         time = estimate_time(
-            plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=restored.pace.requests
+            plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=restored.limits.requests
         )
     return Scenario(mesh, shapes, axes, restored, plan, time)
 
@@ -358,7 +358,7 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
             for other in instead[leaf["name"]]
         ]
     if (time := scenario.estimate) is not None:
-        document["estimate"] = _estimate_document(time, args, scenario.restore.pace.requests)
+        document["estimate"] = _estimate_document(time, args, scenario.restore.limits.requests)
     return document
 
 

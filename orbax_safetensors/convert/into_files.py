@@ -22,7 +22,7 @@ from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.families import DEQUANTIZED
-from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Envelope, FamilyUse, Variant, envelope_of
+from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, FamilyUse, StateWrapper, Variant, wrapper_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -55,11 +55,11 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
         raise MappingError(f"{path}: a family needs the config of the model: pass config (--config)")
     config, custom_metadata = model_files.config or {}, checkpoint.custom_metadata
     family = registry.find(request.family, config)
-    envelope = envelope_of(family, request.variant)
+    wrapper = wrapper_of(family, request.variant)
     recorded: Variant = {}
     if family is not None:
-        recorded = {**family.recorded(custom_metadata.get(RECORD_KEY)), **envelope.variant(custom_metadata)}
-    stored = _arrays(checkpoint, envelope)
+        recorded = {**family.recorded(custom_metadata.get(RECORD_KEY)), **wrapper.variant(custom_metadata)}
+    stored = _arrays(checkpoint, wrapper)
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, for their shape and dtype.
     leaves = [
@@ -192,17 +192,17 @@ def _stored(path: str, name: str, dtype: np.dtype) -> DType:
         raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
 
 
-def _arrays(checkpoint: OrbaxCheckpoint, envelope: Envelope) -> dict[str, str]:
+def _arrays(checkpoint: OrbaxCheckpoint, wrapper: StateWrapper) -> dict[str, str]:
     """Return the leaves to store as tensors, and the names of their arrays.
 
-    Without an envelope around the tree, a warning names the leaves that safetensors files cannot hold as they are.
+    Without a wrapper around the tree, a warning names the leaves that safetensors files cannot hold as they are.
     """
     names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
-    if not envelope.key:
+    if not wrapper.key:
         for what, lost in (
             ("strings are left out", [name for name in checkpoint.leaves if name not in names]),
             ("random keys become their data", [name for name in names if checkpoint.leaves[name].random_key]),
         ):
             if lost:
                 logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
-    return envelope.leaves(names)
+    return wrapper.leaves(names)

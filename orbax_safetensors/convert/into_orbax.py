@@ -44,11 +44,11 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    envelope = checkpoint.envelope
-    custom_metadata = envelope.custom_metadata
+    wrapper = checkpoint.wrapper
+    custom_metadata = wrapper.custom_metadata
     if checkpoint.use.family is not None:
         custom_metadata = {**(custom_metadata or {}), RECORD_KEY: checkpoint.use.record()}
-    above = envelope.above
+    above = wrapper.above
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
 
@@ -59,7 +59,7 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
     sink = orbax_sink(
         source,
         os.path.join(request.destination, str(request.step)),
-        {"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
+        {"items": OrbaxItem(wrapper.around(checkpoint.tree(leaf)))},
         interleaved(views),
         memory_bytes=request.memory_bytes,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),

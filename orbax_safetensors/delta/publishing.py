@@ -49,7 +49,7 @@ from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Store, find_small, write_small
 from orbax_safetensors.storage.upload import PARTS
-from orbax_safetensors.storage.workspace import taken
+from orbax_safetensors.storage.workspace import already_running_error
 from orbax_safetensors.transfer.progress import Meter
 from orbax_safetensors.transfer.threads import run_tasks
 
@@ -287,7 +287,7 @@ class _DeltaJob:
         (buffer,) = allocate([PIECE_BYTES])
         for name in sorted(os.listdir(directory), key=INDEX_NAME.__eq__):
             if name == INDEX_NAME and find_small(self.store, place, MAX_HEADER_BYTES) != unfinished:
-                raise taken(path)
+                raise already_running_error(path)
             with contextlib.closing(LocalStore().open(os.path.join(directory, name))) as file:
                 source = Range(file, 0, file.stamp.nbytes)
                 object_path = posixpath.join(path, name)

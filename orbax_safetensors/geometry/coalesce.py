@@ -1,7 +1,8 @@
 """From the copies that read one stored tensor to the byte ranges that the requests to its file name.
 
 Pure arithmetic on sets of bytes. Nothing enumerates single runs: a shard of the inner dimension is one `Runs`,
-however many rows it has, unless sets may overlap. Many tensors have the same geometry, so `gather` caches its results.
+however many rows it has, unless sets may overlap. Many tensors have the same geometry, so `plan_reads` caches its
+results.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Encoded(Staged):
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class ReadPlan:
     """All reads of one tensor for one process; offsets are relative to the tensor's first byte.
 
     Attributes:
@@ -114,7 +115,7 @@ class Gather:
 
 
 @lru_cache(maxsize=2**16)
-def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: int) -> Gather:
+def plan_reads(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: int) -> ReadPlan:
     """Plan the reading of one tensor.
 
     `copies` has all copies that one process makes from the tensor, and for each whether it moves bits unchanged (False
@@ -144,7 +145,7 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
             ranges += direct
     ranges.sort(key=lambda part: part.runs.begin)
     staged = (reads for reads in windowed if isinstance(reads, Staged))
-    return Gather(
+    return ReadPlan(
         tuple(ranges),
         tuple(windowed),
         needed_bytes=needed_bytes,
@@ -155,12 +156,12 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
 
 
 @lru_cache(maxsize=2**16)
-def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, max_gap_bytes: int) -> Gather:
+def plan_encoded_reads(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, max_gap_bytes: int) -> ReadPlan:
     """Plan the reading of one quantised tensor: `windowed`, with offsets in the codes tensor, is all `Encoded`.
 
-    `copies` is as for `gather`, and counts decoded elements; whether they keep bits does not matter. Gaps between runs
-    of codes, and between the parameters for one window, are read as `gather` reads them. Bytes and requests are those
-    of all stored tensors. `needed_bytes` counts, each once, the whole units that hold some element, and their
+    `copies` is as for `plan_reads`, and counts decoded elements; whether they keep bits does not matter. Gaps between
+    runs of codes, and between the parameters for one window, are read as `plan_reads` reads them. Bytes and requests
+    are those of all stored tensors. `needed_bytes` counts, each once, the whole units that hold some element, and their
     parameters. A staged window holds codes, parameters and float32 elements.
     """
     longest = MAX_STAGED_BYTES // (encoding.unit * _DECODED_BYTES) * encoding.bytes_of(encoding.unit)
@@ -199,7 +200,7 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
         decoded_bytes = encoding.elements_in(code_bytes) * _DECODED_BYTES
         staged = sizes[0] + max(sizes[1:], default=0) + code_bytes + decoded_bytes
         window_bytes = max(window_bytes, staged)
-    return Gather(
+    return ReadPlan(
         (),
         tuple(windowed),
         needed_bytes=sum(runs.nbytes for runs, _ in exact) + _parameter_bytes([runs for runs, _ in exact], encoding),

@@ -149,7 +149,7 @@ class LinkJob:
         """The arrays of the new checkpoint, in the order of the tree."""
         return tuple(
             LinkedArray(
-                name.removeprefix(self.checkpoint.envelope.above),
+                name.removeprefix(self.checkpoint.wrapper.above),
                 leaf.dtype.name,
                 leaf.shape,
                 leaf.chunk_shape,
@@ -167,7 +167,7 @@ class LinkJob:
         nbytes += sum(map(len, self._small_files().values()))
         restore = None
         if self.request.mesh is not None or self.request.like is not None:
-            above = self.checkpoint.envelope.above
+            above = self.checkpoint.wrapper.above
             restored = {name.removeprefix(above): leaf for name, leaf in self.leaves.items()}
             file_bytes = sum(file.stamp.nbytes for file in self.checkpoint.files)
             restore = plan_arrays(restored, self.request.partition, process_count, file_bytes)
@@ -197,7 +197,7 @@ class LinkJob:
         small = self._small_files()
         linked = checkpoint.use.record()
         staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, checkpoint.mapped is None, small, linked=linked))
-        for name, content in {**step_files(checkpoint.envelope.custom_metadata), **small}.items():
+        for name, content in {**step_files(checkpoint.wrapper.custom_metadata), **small}.items():
             staging.write(name, content)
         if not request.in_source:
             names = [os.path.basename(file.path) for file in checkpoint.files] + _model_files(checkpoint)
@@ -206,25 +206,25 @@ class LinkJob:
             with closing(checkpoint.store.open(file.path)) as opened:
                 opened.check(file.stamp)  # raises if the file has changed since its header was read
         staging.finish()
-        record_in_step(staging.destination, HANDLER, checkpoint.envelope.custom_metadata, new=request.new_step)
+        record_in_step(staging.destination, HANDLER, checkpoint.wrapper.custom_metadata, new=request.new_step)
         logger.info(
             "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(self.linked), len(self.reasons)
         )
 
     def _small_files(self) -> dict[str, bytes]:
         """Return Orbax's files of the tree, by their names."""
-        envelope = self.checkpoint.envelope
-        rest = {key: _SCALAR if isinstance(value, int) else value for key, value in envelope.rest.items()}
-        tree = self.checkpoint.tree(lambda name, _: self.leaves[envelope.above + name])
+        wrapper = self.checkpoint.wrapper
+        rest = {key: _SCALAR if isinstance(value, int) else value for key, value in wrapper.rest.items()}
+        tree = self.checkpoint.tree(lambda name, _: self.leaves[wrapper.above + name])
         # Chunks of padding are not stored.
         whole = all(array.is_whole for array in self.linked.values())
-        return item_files(nodes(replace(envelope, rest=rest).around(tree)), whole=whole)
+        return item_files(nodes(replace(wrapper, rest=rest).around(tree)), whole=whole)
 
     def _entries(self) -> Iterator[Entry]:
         """Yield the entries of the index, without the arrays that have to be made."""
         files = [os.path.basename(file.path) for file in self.checkpoint.files]
         yield from array_entries(self.linked, self.checkpoint.location, files)
-        for name, value in self.checkpoint.envelope.rest.items():
+        for name, value in self.checkpoint.wrapper.rest.items():
             if isinstance(value, int):
                 yield from scalar_entries(name, np.asarray(value, np.int64))
 
@@ -241,7 +241,7 @@ def prepare(request: LinkRequest) -> LinkJob:
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensors")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
-    partition, above = request.partition, checkpoint.envelope.above
+    partition, above = request.partition, checkpoint.wrapper.above
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
     linked, reasons, leaves = {}, {}, {}
     for leaf, view in checkpoint.leaves.items():

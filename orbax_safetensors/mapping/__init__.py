@@ -9,7 +9,7 @@ of the table of a loader.
 from typing import Final
 
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.family import Envelope, Family, Tree, stored_shapes, tensor
+from orbax_safetensors.mapping.family import Family, StateWrapper, Tree, stored_shapes, tensor
 from orbax_safetensors.mapping.lora import lora
 from orbax_safetensors.mapping.tables import from_table
 
@@ -18,8 +18,8 @@ concatenate: Final = View.concatenate
 full: Final = View.full
 
 __all__ = [
-    "Envelope",
     "Family",
+    "StateWrapper",
     "Tree",
     "View",
     "concatenate",

@@ -159,12 +159,12 @@ NO_FAMILY = FamilyUse(None, {})
 
 
 @dataclass(frozen=True)
-class Envelope:
+class StateWrapper:
     """A checkpoint's tree that holds a family's tree. By default, the checkpoint's tree is the family's tree.
 
     ```python
-    envelope = ost.mapping.Envelope(key="params", rest={"step": 0})
-    print(envelope.around({"embedding": 1}))  # {'step': 0, 'params': {'embedding': 1}}
+    wrapper = ost.mapping.StateWrapper(key="params", rest={"step": 0})
+    print(wrapper.around({"embedding": 1}))  # {'step': 0, 'params': {'embedding': 1}}
     ```
 
     Attributes:
@@ -191,8 +191,8 @@ class Envelope:
         """Return the custom metadata of a new checkpoint; None if it has none."""
         return dict(self.switches) or None
 
-    def of(self, variant: Mapping[str, Any]) -> Envelope:
-        """Return the envelope with the switches of a variant."""
+    def of(self, variant: Mapping[str, Any]) -> StateWrapper:
+        """Return the wrapper with the switches of a variant."""
         return replace(self, switches={name: variant.get(name, value) for name, value in self.switches.items()})
 
     def around(self, tree: Any) -> Any:
@@ -236,7 +236,7 @@ class Family:
       variants: `variants(leaves)` yields the possible variants of a tree with leaves of these names and shapes, the
         likeliest first. A leading `params` level of the names is optional.
       variant: default values of switches.
-      envelope: the tree around the family's tree in a checkpoint of Orbax.
+      wrapper: the tree around the family's tree in a checkpoint of Orbax.
       applies_to: `applies_to(config)` returns whether the family is for a model of its architectures with this config;
         for other models of these architectures there may be another family.
       stored_as: `stored_as(shapes)` returns the switches that say how a checkpoint with tensors of these names and
@@ -251,7 +251,7 @@ class Family:
     renames: Renames | Callable[[Mapping[str, Any]], Renames] = ()
     variants: Callable[[LeafShapes], Iterable[Variant]] = _only_the_default
     variant: Variant = field(default_factory=dict, hash=False)
-    envelope: Envelope = field(default=Envelope(), hash=False)
+    wrapper: StateWrapper = field(default=StateWrapper(), hash=False)
     applies_to: Callable[[Mapping[str, Any]], bool] = _to_all
     stored_as: Callable[[Shapes], Variant] = _no_switches
     configured_as: Callable[[Mapping[str, Any]], Variant] = _no_switches
@@ -411,9 +411,9 @@ def switches_of(variant: Variant | None) -> Variant:
     return variant
 
 
-def envelope_of(family: Family | None, variant: Variant | None) -> Envelope:
-    """Return the envelope of a family's variant, or an empty envelope without a family."""
-    return Envelope() if family is None else family.envelope.of({**family.variant, **switches_of(variant)})
+def wrapper_of(family: Family | None, variant: Variant | None) -> StateWrapper:
+    """Return the wrapper of a family's variant, or an empty wrapper without a family."""
+    return StateWrapper() if family is None else family.wrapper.of({**family.variant, **switches_of(variant)})
 
 
 def _is_json(value: Any) -> bool:

@@ -40,7 +40,7 @@ from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finish
 from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.replace import remove as remove_if_there
-from orbax_safetensors.storage.workspace import Workspace, taken
+from orbax_safetensors.storage.workspace import Workspace, already_running_error
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class UnfinishedCheckpoint(Workspace):
     def check(self) -> None:
         """See `Workspace`."""
         if (self._begun() or {}).get("run") != self.run:
-            raise taken(self.destination)
+            raise already_running_error(self.destination)
 
     def _check_same(self, begun: Mapping[str, Any]) -> None:
         # Compared as JSON has it: without tuples, and with the keys in any order.

@@ -74,14 +74,14 @@ class Filling:
         pinned: Pinned | None,
     ) -> None:
         """Open no file yet; `sources` opens them, and has to be closed. Bytes for devices go into `pinned`, if any."""
-        pace = checkpoint.pace(options)
+        limits = checkpoint.request_limits(options)
         self.num_arrays = 0
         self._checkpoint = checkpoint
         self._meter = meter
-        self._threads = pace.requests
+        self._threads = limits.requests
         if pinned is None:
             self._most = self._part_bytes = min(options.in_flight_bytes // 2, _MOST_BYTES)
-            self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
+            self._batch_bytes = min(self._most, limits.requests * limits.max_request_bytes)
             self.in_flight = InFlight(
                 min(options.in_flight_bytes, _BATCHES * self._batch_bytes),
                 # Enough to read while others are on their way. The less it is, the sooner it is used again.
@@ -92,7 +92,7 @@ class Filling:
             self._most = room = min(options.in_flight_bytes, _PINNED_BYTES)
             self._part_bytes, self._batch_bytes = room // 2, room // _BATCHES
             self.in_flight = InFlight(options.in_flight_bytes, room, min(room, pinned.nbytes), pinned.arena)
-        self.sources = Sources(checkpoint, options, pace, sums, self.in_flight)
+        self.sources = Sources(checkpoint, options, limits, sums, self.in_flight)
 
     def fill(self, targets: Sequence[Target]) -> list[Any]:
         """Return the values of `targets`, with the shards of this process. Devices have them on return.

@@ -34,7 +34,7 @@ from orbax_safetensors.restore.run import match_through_family
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import no_collection
-from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.storage.store import RequestLimits
 from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, FileReads, Reads, looked_at
 from orbax_safetensors.transfer.plan import TransferPlan
 
@@ -131,9 +131,9 @@ class PlannedRestore:
         )
 
     @cached_property
-    def pace(self) -> Pace:
-        """The pace at which a restore requests from the checkpoint's store."""
-        return self.checkpoint.pace(self.options)
+    def limits(self) -> RequestLimits:
+        """The limits of the requests of a restore to the checkpoint's store."""
+        return self.checkpoint.request_limits(self.options)
 
     def transfer(self, process: int) -> TransferPlan:
         """Return what a process moves."""
@@ -142,7 +142,7 @@ class PlannedRestore:
             for target, held in zip(self.targets, self._held_boxes, strict=True)
             for box in held.read(process)
         ]
-        return self.checkpoint.transfer(blocks, self.pace)
+        return self.checkpoint.transfer(blocks, self.limits)
 
     def plan(self) -> RestorePlan:
         """Return what the restore costs."""
@@ -217,7 +217,7 @@ class PlannedRestore:
         """Return what the processes that are looked at read of one leaf."""
         held = self._boxes_of(target)
         blocks = [[target.block(box) for box in held.read(process)] for process in self.looked_at]
-        transfers = [self.checkpoint.transfer(read_here, self.pace) for read_here in blocks]
+        transfers = [self.checkpoint.transfer(read_here, self.limits) for read_here in blocks]
         return Reads(
             sum(transfer.needed_bytes for transfer in transfers), sum(transfer.moved_bytes for transfer in transfers)
         )
@@ -230,7 +230,7 @@ class PlannedRestore:
             needed_bytes=transfer.needed_bytes,
             read_bytes=transfer.moved_bytes,
             num_requests=transfer.num_requests,
-            staging_bytes=self.pace.requests * transfer.window_bytes,
+            staging_bytes=self.limits.requests * transfer.window_bytes,
             destination_bytes=sum(
                 target.dtype.itemsize * volumes[id(held)]
                 for target, held in zip(self.targets, self._held_boxes, strict=True)

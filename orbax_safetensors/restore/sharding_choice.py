@@ -24,13 +24,13 @@ def choose_shardings(checkpoint: Checkpoint, mesh: Mesh | AbstractMesh, options:
     as must be. Of the dimensions that are cut into most shards, it is the one of which shards read fewest bytes; if
     several read as few, the longest. An array of which no dimension can be cut is replicated.
     """
-    pace = checkpoint.pace(options)
+    limits = checkpoint.request_limits(options)
     known: dict[object, NamedSharding] = {}
 
     def read_bytes(view: View, sharding: NamedSharding) -> int:
         boxes = device_boxes(sharding, view.shape)  # those between the first and the last read as much
         blocks = [Block(view, box, box.shape, view.dtype, lossless=True) for box in (boxes[0], boxes[-1])]
-        return sum(checkpoint.transfer([block], pace).moved_bytes for block in blocks)
+        return sum(checkpoint.transfer([block], limits).moved_bytes for block in blocks)
 
     def sharding_of(name: str, shape: tuple[int, ...]) -> NamedSharding:
         view = checkpoint.leaves[name]

@@ -20,7 +20,7 @@ from orbax_safetensors.restore.batches import Batch
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate
 from orbax_safetensors.storage.process_memory import no_collection
-from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.storage.store import RequestLimits
 from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
 from orbax_safetensors.transfer.sums import Sums
@@ -33,12 +33,17 @@ class Sources:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, sums: Sums | None, in_flight: InFlight
+        self,
+        checkpoint: Checkpoint,
+        options: SafetensorsOptions,
+        limits: RequestLimits,
+        sums: Sums | None,
+        in_flight: InFlight,
     ) -> None:
         """Open no file yet; `sums` get what is read."""
         self.num_reads = self.needed_bytes = 0
-        self.reader = Reader(checkpoint.open_file, pace.requests, sums)
-        self._checkpoint, self._options, self._pace, self._in_flight = checkpoint, options, pace, in_flight
+        self.reader = Reader(checkpoint.open_file, limits.requests, sums)
+        self._checkpoint, self._options, self._limits, self._in_flight = checkpoint, options, limits, in_flight
         self._mappings: dict[int, memoryview] = {}  # of files that arrays alias, by number
         self._staying_bytes = 0, 1  # that were read before, and that are to be read
 
@@ -88,7 +93,7 @@ class Sources:
         """Return the blocks that have no bytes from elsewhere, their numbers first, and the plan of their requests."""
         left = [at for at in range(len(batch.blocks)) if at not in batch.arrays and at not in without]
         blocks = [batch.blocks[at] for at in left]
-        plan = self._checkpoint.transfer(blocks, self._pace)
+        plan = self._checkpoint.transfer(blocks, self._limits)
         self.num_reads += plan.num_requests
         self.needed_bytes += plan.needed_bytes
         return left, blocks, plan
@@ -121,7 +126,7 @@ class Sources:
         """Return the blocks that are one long request to a server, by number, with the file and the offset."""
         if self._checkpoint.store.is_local:
             return {}
-        most = self._pace.max_request_bytes
+        most = self._limits.max_request_bytes
         out = {}
         for number, block in enumerate(batch.blocks):
             if most // 2 <= block.nbytes <= most and (place := _contiguous(block, self._checkpoint.location)):

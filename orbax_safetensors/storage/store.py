@@ -59,19 +59,19 @@ class Cost:
             return requests
         return max(1, min(requests, in_flight_bytes // 4 // self.held_request_bytes))
 
-    def pace(self, requests: int | None, max_gap_bytes: int | None, in_flight_bytes: int) -> Pace:
-        """Return the pace of a transfer, with defaults for None.
+    def request_limits(self, requests: int | None, max_gap_bytes: int | None, in_flight_bytes: int) -> RequestLimits:
+        """Return the limits of a transfer, with defaults for None.
 
         By default, the bytes that requests hold take at most a quarter of `in_flight_bytes`.
         """
-        return Pace(
+        return RequestLimits(
             self.affordable(self.requests, in_flight_bytes) if requests is None else requests,
             self.max_gap_bytes if max_gap_bytes is None else max_gap_bytes,
             self.max_request_bytes,
         )
 
 
-class Pace(NamedTuple):
+class RequestLimits(NamedTuple):
     """How a transfer uses a store: requests at once, the longest gap and the longest request, both in bytes."""
 
     requests: int

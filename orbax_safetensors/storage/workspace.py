@@ -164,7 +164,7 @@ class Workspace:
             raise StorageError(f"{self.destination}: is complete, but may not outlive a crash: {error}") from error
 
 
-def taken(destination: str) -> StorageError:
+def already_running_error(destination: str) -> StorageError:
     """Return the error of a run that has not, or no longer, the place to which it writes."""
     return StorageError(f"{destination}: another save or conversion is writing here")
 
@@ -230,7 +230,7 @@ def _lock(descriptor: int, path: str, destination: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        raise taken(destination) from error
+        raise already_running_error(destination) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

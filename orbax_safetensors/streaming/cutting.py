@@ -10,7 +10,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import MAX_STAGED_BYTES
 from orbax_safetensors.geometry.tiling import common, tile_shape, tiles
 from orbax_safetensors.geometry.view import View, by_tensors
-from orbax_safetensors.storage.store import Cost, Pace
+from orbax_safetensors.storage.store import Cost, RequestLimits
 from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource
 
 MEMORY_BYTES = 2 * 2**30  # all that a conversion or link takes unless the caller says
@@ -65,10 +65,10 @@ def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> i
     return max(part if atomic_bytes <= part or not source.decoded else bundle_bytes(memory_bytes) // len(names), 1)
 
 
-def pace(cost: Cost, memory_bytes: int) -> Pace:
-    """Return a pace of requests whose memory, staging included, is at most a batch."""
+def request_limits(cost: Cost, memory_bytes: int) -> RequestLimits:
+    """Return limits of requests whose memory, staging included, is at most a batch."""
     held = MAX_STAGED_BYTES + cost.held_request_bytes
-    return cost.pace(max(1, min(cost.requests, batch_bytes(memory_bytes) // held)), None, memory_bytes)
+    return cost.request_limits(max(1, min(cost.requests, batch_bytes(memory_bytes) // held)), None, memory_bytes)
 
 
 def memory_for(nbytes: int) -> int:

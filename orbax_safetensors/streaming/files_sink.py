@@ -16,7 +16,7 @@ from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import NewFile, write_small
-from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_tiles, pace
+from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_tiles, request_limits
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from orbax_safetensors.streaming.sink import Sink
@@ -52,7 +52,7 @@ class FilesSink(Sink):
         self.workspace = PartialDirectory(path, partial(files.digest, source.identity, model_files, self.units))
         self._files, self._model_files = files, model_files
         self._store = LocalStore()
-        self._writer = Writer(self._create, pace(self._store.cost, memory_bytes).requests)
+        self._writer = Writer(self._create, request_limits(self._store.cost, memory_bytes).requests)
         self.counters = self._writer.counters
         self._created = threading.Event()  # a file was created whose name may not be on the disk
         self._recording = threading.Lock()

@@ -78,7 +78,7 @@ class ObjectsSink(Sink):
         self.last = len(self.units) - 1 if files.layout.index is None else None
         self._paths = [posixpath.join(path, name) for name, _ in files.layout.files]
         # Parts in flight may take as much as a batch, which is a quarter of this.
-        requests = store.cost.pace(None, None, 4 * self.batch_bytes).requests
+        requests = store.cost.request_limits(None, None, 4 * self.batch_bytes).requests
         self._writer = WholeFileWriter(self._create, requests)
         self.counters = self._writer.counters
         _, self._requests_of_file = files_at_once(requests)

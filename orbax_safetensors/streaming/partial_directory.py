@@ -26,7 +26,7 @@ from orbax_safetensors.format import strict_json
 from orbax_safetensors.storage.local import LocalStore, write_whole
 from orbax_safetensors.storage.replace import remove
 from orbax_safetensors.storage.store import find_small
-from orbax_safetensors.storage.workspace import Workspace, taken
+from orbax_safetensors.storage.workspace import Workspace, already_running_error
 
 _RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
 # The longest of these files has the number of each tile.
@@ -122,14 +122,14 @@ class PartialDirectory(Workspace):
         try:
             os.rename(old, new)
         except FileNotFoundError as error:
-            raise taken(self.destination) from error
+            raise already_running_error(self.destination) from error
         except OSError as error:
             raise StorageError(f"{new}: {error}") from error
 
     def check(self) -> None:
         """See `Workspace`."""
         if not os.path.isdir(self.directory):
-            raise taken(self.destination)
+            raise already_running_error(self.destination)
 
     def open(self, process: int) -> None:
         """Open the record of a process. All processes have done so before `done` is called.

@@ -17,7 +17,7 @@ from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.streaming.cutting import pace
+from orbax_safetensors.streaming.cutting import request_limits
 from orbax_safetensors.streaming.tiles import Tile, planned
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
 
@@ -58,8 +58,8 @@ class SafetensorsSource:
         self.stored_bytes = sum(stored.stamp.nbytes for stored in checkpoint.files)
         store = reading(checkpoint.store, direct, self.stored_bytes)
         self._checkpoint, self._views = replace(checkpoint, store=store), views
-        self._pace = pace(store.cost, memory_bytes)
-        self._reader = Reader(self._checkpoint.open_file, self._pace.requests)
+        self._limits = request_limits(store.cost, memory_bytes)
+        self._reader = Reader(self._checkpoint.open_file, self._limits.requests)
         self.counters = self._reader.counters
 
     def order(self, name: str) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class SafetensorsSource:
     def read(self, tiles: Sequence[Tile], report: Callable[[float], None] | None = None) -> list[np.ndarray]:
         """See `TileSource`."""
         dtypes = [self.leaves[tile.name].dtype for tile in tiles]
-        blocks, plan = planned(tiles, dtypes, self._views, self._checkpoint.location, self._pace)
+        blocks, plan = planned(tiles, dtypes, self._views, self._checkpoint.location, self._limits)
         memory = allocate([block.nbytes for block in blocks], direct_offsets(plan, self._checkpoint.store))
         self._reader.run(plan, blocks, memory, report)
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.storage.store import RequestLimits
 from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, transfer_plan
 
@@ -37,18 +37,18 @@ def planned(
     dtypes: Iterable[np.dtype],
     views: Mapping[str, View],
     locate: Callable[[str], Location],
-    pace: Pace | None = None,
+    limits: RequestLimits | None = None,
 ) -> tuple[list[Block], TransferPlan]:
     """Return tiles as blocks of `views`, with these dtypes, and the plan of their transfer.
 
-    `locate` is as for `transfer_plan`. Reads go at a `pace`; writes have no gaps.
+    `locate` is as for `transfer_plan`. Reads keep to `limits`; writes have no gaps.
     """
     blocks = [
         Block(views[tile.name], tile.box, tile.box.shape, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)
     ]
-    if pace is None:
+    if limits is None:
         return blocks, transfer_plan(blocks, locate, max_gap_bytes=0)
-    return blocks, transfer_plan(blocks, locate, pace.max_gap_bytes, pace.max_request_bytes)
+    return blocks, transfer_plan(blocks, locate, limits.max_gap_bytes, limits.max_request_bytes)
 
 
 class TileSource(Protocol):

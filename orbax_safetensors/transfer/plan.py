@@ -20,10 +20,10 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import (
     MAX_REQUEST_BYTES,
     Direct,
-    Gather,
+    ReadPlan,
     Staged,
-    gather,
-    gather_encoded,
+    plan_encoded_reads,
+    plan_reads,
     touching,
 )
 from orbax_safetensors.geometry.elementwise import Ops
@@ -137,12 +137,12 @@ class Traffic(NamedTuple):
     num_requests: int
 
 
-class Gathered(NamedTuple):
+class TensorReads(NamedTuple):
     """What moves of one tensor: its file, the first block that holds some of it, and how, apart from extents."""
 
     file: int
     block: int
-    gather: Gather
+    plan: ReadPlan
 
 
 @dataclass(frozen=True)
@@ -155,27 +155,27 @@ class TransferPlan:
     extents: tuple[Extent, ...]
     parts: tuple[Part, ...]
     constants: tuple[Constant, ...]
-    tensors: tuple[Gathered, ...]
+    tensors: tuple[TensorReads, ...]
 
     @property
     def needed_bytes(self) -> int:
         """Of all files."""
-        return sum([moved.gather.needed_bytes for moved in self.tensors])
+        return sum([moved.plan.needed_bytes for moved in self.tensors])
 
     @cached_property
     def moved_bytes(self) -> int:
         """Of all files."""
-        return sum([moved.gather.read_bytes for moved in self.tensors])
+        return sum([moved.plan.read_bytes for moved in self.tensors])
 
     @property
     def num_requests(self) -> int:
         """Of all files."""
-        return len(self.extents) + sum([moved.gather.num_requests for moved in self.tensors])
+        return len(self.extents) + sum([moved.plan.num_requests for moved in self.tensors])
 
     @cached_property
     def window_bytes(self) -> int:
         """The most memory that a staged window takes."""
-        return max([moved.gather.window_bytes for moved in self.tensors], default=0)
+        return max([moved.plan.window_bytes for moved in self.tensors], default=0)
 
     @cached_property
     def files(self) -> tuple[Traffic, ...]:
@@ -186,14 +186,16 @@ class TransferPlan:
         """Return the traffic of blocks, in order. What moves for several of them counts for one of them."""
         return self._traffic(lambda moved: moved.block, lambda extent: extent.parts[0][0])
 
-    def _traffic(self, of_tensor: Callable[[Gathered], int], of_extent: Callable[[Extent], int]) -> tuple[Traffic, ...]:
+    def _traffic(
+        self, of_tensor: Callable[[TensorReads], int], of_extent: Callable[[Extent], int]
+    ) -> tuple[Traffic, ...]:
         requests = Counter(map(of_extent, self.extents))
         needed, read = Counter[int](), Counter[int]()
         for moved in self.tensors:
             number = of_tensor(moved)
-            needed[number] += moved.gather.needed_bytes
-            read[number] += moved.gather.read_bytes
-            requests[number] += moved.gather.num_requests
+            needed[number] += moved.plan.needed_bytes
+            read[number] += moved.plan.read_bytes
+            requests[number] += moved.plan.num_requests
         numbers = sorted(read.keys() | requests.keys())
         return tuple([Traffic(number, needed[number], read[number], requests[number]) for number in numbers])
 
@@ -221,21 +223,21 @@ def transfer_plan(
     located = in_file_order(uses, locate)
     ranges: list[_Range] = []
     parts: list[Part] = []
-    tensors: list[Gathered] = []
+    tensors: list[TensorReads] = []
     for location, name in located:
         users = uses[name]
         # Lists first: a generator costs as much as all other work for a small tensor.
         copies = tuple([(cut.copy, same_bits(cut.ops, location.dtype, blocks[number].dtype)) for number, cut in users])
-        gathered = gather_at(location, copies, max_gap_bytes)
-        tensors.append(Gathered(location.file, users[0][0], gathered))
-        for direct in gathered.ranges:
+        planned = plan_reads_at(location, copies, max_gap_bytes)
+        tensors.append(TensorReads(location.file, users[0][0], planned))
+        for direct in planned.ranges:
             number, cut = users[direct.buffer]
             offset = cut.begin * location.dtype.itemsize + direct.offset
             runs = direct.runs
             ranges.append(_Range(location.file, location.begin + runs.begin, runs.length, number, offset))
-        if gathered.windowed:
+        if planned.windowed:
             destinations = tuple([Destination(number, cut.ops, cut.begin) for number, cut in users])
-            parts += [Part(name, location, reads, destinations) for reads in gathered.windowed]
+            parts += [Part(name, location, reads, destinations) for reads in planned.windowed]
     return TransferPlan(tuple(_extents(ranges, max_request_bytes)), tuple(parts), tuple(constants), tuple(tensors))
 
 
@@ -245,11 +247,11 @@ def in_file_order(names: Iterable[str], locate: Callable[[str], Location]) -> li
     return [(at, name) for _, _, name, at in located]
 
 
-def gather_at(location: Location, copies: tuple[tuple[Copy, bool], ...], max_gap_bytes: int) -> Gather:
-    """Plan the reading of one tensor, encoded or not; see `coalesce.gather`."""
+def plan_reads_at(location: Location, copies: tuple[tuple[Copy, bool], ...], max_gap_bytes: int) -> ReadPlan:
+    """Plan the reading of one tensor, encoded or not; see `coalesce.plan_reads`."""
     if location.encoding is None:
-        return gather(copies, location.dtype.itemsize, max_gap_bytes)
-    return gather_encoded(copies, location.encoding, max_gap_bytes)
+        return plan_reads(copies, location.dtype.itemsize, max_gap_bytes)
+    return plan_encoded_reads(copies, location.encoding, max_gap_bytes)
 
 
 def same_bits(ops: Ops, stored: np.dtype, held: np.dtype) -> bool:

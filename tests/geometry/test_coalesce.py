@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.geometry import coalesce
-from orbax_safetensors.geometry.coalesce import Direct, Staged, gather, touching
+from orbax_safetensors.geometry.coalesce import Direct, Staged, plan_reads, touching
 from orbax_safetensors.geometry.strided import Copy, Runs, source_runs
 from orbax_safetensors.geometry.view import View
 from tests.support.strategies import examples
@@ -40,12 +40,12 @@ def test_what_is_read_holds_what_is_needed(data, max_gap_bytes, same_bits):
         for name, copy, _ in made.view.copies(box, [stop - start for start, stop in box]):
             by_tensor.setdefault(name, []).append((copy, same_bits))
     for copies in by_tensor.values():
-        gathered = gather(tuple(copies), 4, max_gap_bytes)
-        parts = (*gathered.ranges, *gathered.windowed)
+        plan = plan_reads(tuple(copies), 4, max_gap_bytes)
+        parts = (*plan.ranges, *plan.windowed)
         read = [byte for part in parts for byte in bytes_of(part.runs)]
-        assert len(read) == len(set(read)) == gathered.read_bytes
+        assert len(read) == len(set(read)) == plan.read_bytes
         assert needed(copies, 4) <= set(read)
-        assert gathered.needed_bytes == len(needed(copies, 4))
+        assert plan.needed_bytes == len(needed(copies, 4))
         for part in parts:
             if isinstance(part, Direct):
                 copy = copies[part.buffer][0]
@@ -79,9 +79,9 @@ def test_shards_of_a_grid_are_read_once(data, max_gap_bytes):
     cells = [tuple((at * b, (at + 1) * b) for at, b in zip(cell, block, strict=True)) for cell in np.ndindex(*grid)]
     held = data.draw(st.lists(st.sampled_from(cells), min_size=1, unique=True))
     copies = copies_of(view, *held)
-    gathered = gather(copies, 4, max_gap_bytes)
-    assert gathered.needed_bytes == len(needed(copies, 4))
-    read = [byte for part in (*gathered.ranges, *gathered.windowed) for byte in bytes_of(part.runs)]
+    plan = plan_reads(copies, 4, max_gap_bytes)
+    assert plan.needed_bytes == len(needed(copies, 4))
+    read = [byte for part in (*plan.ranges, *plan.windowed) for byte in bytes_of(part.runs)]
     assert len(read) == len(set(read))
     if max_gap_bytes == 0:
         assert set(read) == needed(copies, 4)
@@ -89,18 +89,18 @@ def test_shards_of_a_grid_are_read_once(data, max_gap_bytes):
 
 def test_leading_shards_are_read_in_one_piece_and_nothing_else():
     view = View.tensor("w", (8, 16), F4)
-    gathered = gather(copies_of(view, ((2, 4), (0, 16))), 4, 10**6)
-    assert gathered.ranges == (Direct(Runs(128, 128, ()), 0, 0),)
-    assert not gathered.windowed
-    apart = gather(copies_of(view, ((0, 2), (0, 16)), ((4, 6), (0, 16))), 4, 10**6)
+    plan = plan_reads(copies_of(view, ((2, 4), (0, 16))), 4, 10**6)
+    assert plan.ranges == (Direct(Runs(128, 128, ()), 0, 0),)
+    assert not plan.windowed
+    apart = plan_reads(copies_of(view, ((0, 2), (0, 16)), ((4, 6), (0, 16))), 4, 10**6)
     assert [part.runs for part in apart.ranges] == [Runs(0, 128, ()), Runs(256, 128, ())]
 
 
 def test_all_inner_shards_are_one_range_that_is_copied_from():
     view = View.tensor("w", (8, 16), F4)
     shards = [((0, 8), (at, at + 4)) for at in range(0, 16, 4)]
-    gathered = gather(copies_of(view, *shards), 4, 0)
-    (staged,) = gathered.windowed
+    plan = plan_reads(copies_of(view, *shards), 4, 0)
+    (staged,) = plan.windowed
     assert isinstance(staged, Staged)
     assert staged.runs == Runs(0, 512, ())
     assert len(staged.uses) == 4
@@ -109,9 +109,9 @@ def test_all_inner_shards_are_one_range_that_is_copied_from():
 def test_an_inner_shard_is_read_run_by_run_unless_gaps_are_short():
     view = View.tensor("w", (8, 16), F4)
     shard = ((0, 8), (4, 8))
-    (far,) = gather(copies_of(view, shard), 4, 47).windowed
+    (far,) = plan_reads(copies_of(view, shard), 4, 47).windowed
     assert far == Direct(Runs(16, 16, ((8, 64),)), 0, 0)
-    (near,) = gather(copies_of(view, shard), 4, 48).windowed
+    (near,) = plan_reads(copies_of(view, shard), 4, 48).windowed
     assert near.runs == Runs(16, 7 * 64 + 16, ())
     assert isinstance(near, Staged)
 
@@ -119,15 +119,15 @@ def test_an_inner_shard_is_read_run_by_run_unless_gaps_are_short():
 def test_one_box_twice_is_read_once():
     """As for two leaves that are tied to one tensor."""
     view = View.tensor("w", (8, 16), F4)
-    gathered = gather(copies_of(view, ((0, 8), (0, 16)), ((0, 8), (0, 16))), 4, 0)
-    assert gathered.read_bytes == gathered.needed_bytes == 512
+    plan = plan_reads(copies_of(view, ((0, 8), (0, 16)), ((0, 8), (0, 16))), 4, 0)
+    assert plan.read_bytes == plan.needed_bytes == 512
 
 
 def test_a_cast_is_never_read_straight_into_place():
     copy = Copy(0, 0, ((8, 1, 1),))
-    gathered = gather(((copy, False),), 4, 0)
-    assert not gathered.ranges
-    assert gathered.windowed == (Staged(Runs(0, 32, ()), coalesce.MAX_STAGED_BYTES, (coalesce.Use(0, copy),)),)
+    plan = plan_reads(((copy, False),), 4, 0)
+    assert not plan.ranges
+    assert plan.windowed == (Staged(Runs(0, 32, ()), coalesce.MAX_STAGED_BYTES, (coalesce.Use(0, copy),)),)
 
 
 @pytest.mark.parametrize("length", [4, 60, 64, 100, 130])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry import coalesce
-from orbax_safetensors.geometry.coalesce import gather_encoded
+from orbax_safetensors.geometry.coalesce import plan_encoded_reads
 from orbax_safetensors.geometry.encoding import fields_apart
 from orbax_safetensors.geometry.strided import Copy, Runs
 from orbax_safetensors.geometry.view import View
@@ -86,11 +86,11 @@ def test_boxes_of_views_are_those_of_the_decoded_array(data, max_gap_bytes, stag
         return
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(coalesce, "MAX_STAGED_BYTES", staged_bytes)
-        gathered = gather_encoded.__wrapped__(tuple((copy, False) for copy in copies), tensor.encoding, max_gap_bytes)
-    asked = quantized.execute(gathered, tensor.codes, [tensor.scales], destinations)
+        plan = plan_encoded_reads.__wrapped__(tuple((copy, False) for copy in copies), tensor.encoding, max_gap_bytes)
+    asked = quantized.execute(plan, tensor.codes, [tensor.scales], destinations)
     for destination, array in expected:
         np.testing.assert_array_equal(destination, array)
-    quantized.check_counts(gathered, asked, tensor.encoding, copies, staged_bytes)
+    quantized.check_counts(plan, asked, tensor.encoding, copies, staged_bytes)
 
 
 def copies_of(tensor, *wanted):
@@ -98,8 +98,10 @@ def copies_of(tensor, *wanted):
     return [copy for box in wanted for _, copy, _ in view.copies(box, [stop - start for start, stop in box])]
 
 
-def gathered_of(tensor, *wanted, max_gap_bytes=0):
-    return gather_encoded(tuple((copy, False) for copy in copies_of(tensor, *wanted)), tensor.encoding, max_gap_bytes)
+def plan_of(tensor, *wanted, max_gap_bytes=0):
+    return plan_encoded_reads(
+        tuple((copy, False) for copy in copies_of(tensor, *wanted)), tensor.encoding, max_gap_bytes
+    )
 
 
 @examples(200)
@@ -109,8 +111,8 @@ def test_a_box_needs_its_units_and_their_scales_and_nothing_else_is_read(data):
     box = data.draw(views.boxes(tensor.encoding.shape))
     copies = copies_of(tensor, box)
     if copies:
-        gathered = gathered_of(tensor, box)
-        assert gathered.needed_bytes == gathered.read_bytes == needed(tensor.encoding, copies)
+        plan = plan_of(tensor, box)
+        assert plan.needed_bytes == plan.read_bytes == needed(tensor.encoding, copies)
 
 
 @examples(200)
@@ -123,10 +125,10 @@ def test_windows_of_six_bit_codes_begin_and_end_with_whole_bytes(data, rows, gro
         return
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(coalesce, "MAX_STAGED_BYTES", staged_bytes)
-        gathered = gather_encoded.__wrapped__(tuple((copy, False) for copy in copies), encoding, 0)
-    assert gathered.needed_bytes == needed(encoding, copies)
+        plan = plan_encoded_reads.__wrapped__(tuple((copy, False) for copy in copies), encoding, 0)
+    assert plan.needed_bytes == needed(encoding, copies)
     elements = []
-    for access in gathered.windowed:
+    for access in plan.windowed:
         for low in range(0, access.runs.nbytes, access.pitch):
             high = min(low + access.pitch, access.runs.nbytes)
             window = [
@@ -148,23 +150,23 @@ def tensor_of(encoding):
 
 def test_rows_of_blocks_are_read_in_one_request_for_each_tensor():
     tensor = tensor_of(fp8((512, 384), (128, 128)))
-    gathered = gathered_of(tensor, ((128, 256), (0, 384)))
-    (access,) = gathered.windowed
+    plan = plan_of(tensor, ((128, 256), (0, 384)))
+    (access,) = plan.windowed
     assert (access.runs.begin, access.runs.length, access.runs.modes) == (128 * 384, 128 * 384, ())
     (area,) = access.encoding.areas(access.runs, 0, 128 * 384)
     assert (area.rows[0], area.rows[-1], area.columns) == (128, 255, ((0, 384),))
     (patch,) = (access.shared | access.patches([area])).values()
     assert patch.ranges == ((3 * 4, 3 * 4),)
-    assert gathered.num_requests == 2
+    assert plan.num_requests == 2
 
 
 def test_the_scales_that_many_rows_share_are_read_once_for_a_window():
     tensor = tensor_of(fp8((512, 384), (128, 128)))
-    gathered = gathered_of(tensor, ((0, 512), (128, 256)))
-    assert gathered.num_requests == 512 + 4
-    assert gathered.read_bytes == gathered.needed_bytes == 512 * 128 + 4 * 4
+    plan = plan_of(tensor, ((0, 512), (128, 256)))
+    assert plan.num_requests == 512 + 4
+    assert plan.read_bytes == plan.needed_bytes == 512 * 128 + 4 * 4
     # Gaps of 8 bytes between the scales of the four rows of blocks are read, those of 256 between codes are not.
-    nearer = gathered_of(tensor, ((0, 512), (128, 256)), max_gap_bytes=8)
+    nearer = plan_of(tensor, ((0, 512), (128, 256)), max_gap_bytes=8)
     assert nearer.num_requests == 512 + 1
     assert nearer.read_bytes == 512 * 128 + 10 * 4
 
@@ -172,23 +174,23 @@ def test_the_scales_that_many_rows_share_are_read_once_for_a_window():
 def test_shards_that_cut_units_share_them():
     """Two shards of 48 columns of 32 to a unit: the unit in the middle is needed by both and read once."""
     tensor = tensor_of(mxfp4((4, 96)))
-    gathered = gathered_of(tensor, ((0, 4), (0, 48)), ((0, 4), (48, 96)))
-    (access,) = gathered.windowed
+    plan = plan_of(tensor, ((0, 4), (0, 48)), ((0, 4), (48, 96)))
+    (access,) = plan.windowed
     assert len(access.uses) == 2
-    assert gathered.needed_bytes == gathered.read_bytes == 4 * 3 * (16 + 1)
-    assert gathered.num_requests == 2
+    assert plan.needed_bytes == plan.read_bytes == 4 * 3 * (16 + 1)
+    assert plan.num_requests == 2
 
 
 def test_large_tensors_are_planned_without_decoding_them_in_one_piece():
     tensor_shape = (18432, 7168)
     encoding = fp8(tensor_shape, (128, 128))
     copy = View.tensor("t", tensor_shape, FLOAT32).transpose().copies(((0, 7168), (0, 18432)), (7168, 18432))[0].copy
-    gathered = gather_encoded(((copy, False),), encoding, 0)
-    (access,) = gathered.windowed
+    plan = plan_encoded_reads(((copy, False),), encoding, 0)
+    (access,) = plan.windowed
     assert access.pitch % 7168 == 0
     assert access.pitch == coalesce._TRANSPOSED_ROWS * 7168  # runs of the destination are long
-    assert gathered.window_bytes < 1.3 * coalesce._TALLEST * coalesce.MAX_STAGED_BYTES
-    assert gathered.needed_bytes == 18432 * 7168 + 144 * 56 * 4
+    assert plan.window_bytes < 1.3 * coalesce._TALLEST * coalesce.MAX_STAGED_BYTES
+    assert plan.needed_bytes == 18432 * 7168 + 144 * 56 * 4
 
 
 @given(columns=st.integers(1, 12), begin=st.integers(0, 40), length=st.integers(1, 60))

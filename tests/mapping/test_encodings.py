@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.geometry import coalesce
-from orbax_safetensors.geometry.coalesce import gather_encoded
+from orbax_safetensors.geometry.coalesce import plan_encoded_reads
 from orbax_safetensors.mapping.quantization import quantization
 from tests.support import quantized, views
 from tests.support.quantized import as_bytes, box_of
@@ -77,9 +77,9 @@ def test_boxes_of_views_are_those_of_the_decoded_array(name, data, max_gap_bytes
         return
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(coalesce, "MAX_STAGED_BYTES", staged_bytes)
-        gathered = gather_encoded.__wrapped__(tuple((copy, False) for copy in copies), tensor.encoding, max_gap_bytes)
+        plan = plan_encoded_reads.__wrapped__(tuple((copy, False) for copy in copies), tensor.encoding, max_gap_bytes)
     stored = [as_bytes(sample.stored[each]) for each in tensor.parameters]
-    asked = quantized.execute(gathered, as_bytes(sample.stored[tensor.codes]), stored, destinations)
+    asked = quantized.execute(plan, as_bytes(sample.stored[tensor.codes]), stored, destinations)
     for destination, array in expected:
         np.testing.assert_array_equal(destination, array)
-    quantized.check_counts(gathered, asked, tensor.encoding, copies, staged_bytes)
+    quantized.check_counts(plan, asked, tensor.encoding, copies, staged_bytes)

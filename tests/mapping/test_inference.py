@@ -4,7 +4,7 @@ import pytest
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, stack, tensor
-from orbax_safetensors.mapping.family import Envelope, envelope_of
+from orbax_safetensors.mapping.family import StateWrapper, wrapper_of
 from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import TREES, Sample
 
@@ -102,10 +102,10 @@ def test_a_config_that_no_tree_follows_from():
 def test_a_family_has_the_switches_that_are_set():
     """In what is written around its tree, too."""
     unscanned = Family(
-        "maxtext.toy", (), layers, variant={"scan_layers": False}, envelope=Envelope(switches={"scan_layers": True})
+        "maxtext.toy", (), layers, variant={"scan_layers": False}, wrapper=StateWrapper(switches={"scan_layers": True})
     )
-    assert envelope_of(unscanned, None).custom_metadata == {"scan_layers": False}
-    assert envelope_of(unscanned, {"scan_layers": True}).custom_metadata == {"scan_layers": True}
+    assert wrapper_of(unscanned, None).custom_metadata == {"scan_layers": False}
+    assert wrapper_of(unscanned, {"scan_layers": True}).custom_metadata == {"scan_layers": True}
 
 
 class TestUse:

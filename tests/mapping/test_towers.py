@@ -8,7 +8,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View
-from orbax_safetensors.mapping.family import envelope_of
+from orbax_safetensors.mapping.family import wrapper_of
 from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import FAMILY, Sample
 from tests.support.files import write
@@ -104,7 +104,7 @@ def test_layers_that_maxtext_does_not_stack(name):
     sample = Sample(name)
     with pytest.raises(MappingError, match="does not stack the layers .*; expected scan_layers False, found True"):
         sample.describe(scan_layers=True)
-    assert envelope_of(sample.family, None).custom_metadata == {"scan_layers": False}
+    assert wrapper_of(sample.family, None).custom_metadata == {"scan_layers": False}
 
 
 @pytest.mark.parametrize("step", [1, 2])

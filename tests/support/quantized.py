@@ -1,4 +1,4 @@
-"""Executes what is gathered of a quantised tensor, as a restore does and slowly, and records what it asks for."""
+"""Executes the plan of a quantised tensor, as a restore does and slowly, and records what it asks for."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from orbax_safetensors.geometry import coalesce
-from orbax_safetensors.geometry.coalesce import Encoded, gather_encoded
+from orbax_safetensors.geometry.coalesce import Encoded, plan_encoded_reads
 from orbax_safetensors.geometry.encoding import Encoding, Parameter, Role
 from orbax_safetensors.geometry.view import TensorCopy, View
 from orbax_safetensors.transfer.decode import decode
@@ -22,10 +22,10 @@ class Asked:
     memory: list = field(default_factory=list)
 
 
-def execute(gathered, codes, parameters, destinations, dtype=np.float32):
-    """Fills a destination for every copy that was gathered, from the bytes of all stored tensors."""
+def execute(plan, codes, parameters, destinations, dtype=np.float32):
+    """Fills a destination for every copy that was planned, from the bytes of all stored tensors."""
     asked = Asked()
-    for access in gathered.windowed:
+    for access in plan.windowed:
         assert isinstance(access, Encoded)
         encoding = access.encoding
         shared = held_by(access.shared, parameters, asked)
@@ -74,8 +74,8 @@ def box_of(encoding, codes, parameters, box, *, view=None, dtype=np.float32, max
     out = np.empty(shape, dtype)
     taken = (view or View.tensor("t", encoding.shape, out.dtype)).copies(box, shape)
     if taken:
-        gathered = gather_encoded(tuple((copy, False) for _, copy, _ in taken), encoding, max_gap_bytes)
-        execute(gathered, as_bytes(codes), list(map(as_bytes, parameters)), [out] * len(taken), dtype)
+        plan = plan_encoded_reads(tuple((copy, False) for _, copy, _ in taken), encoding, max_gap_bytes)
+        execute(plan, as_bytes(codes), list(map(as_bytes, parameters)), [out] * len(taken), dtype)
     return out
 
 
@@ -117,15 +117,15 @@ def every_source(copy):
     return out
 
 
-def check_counts(gathered, asked, encoding, copies, staged_bytes):
+def check_counts(plan, asked, encoding, copies, staged_bytes):
     """What is planned is what was asked for, and holds what the copies need."""
-    assert not gathered.ranges
-    assert gathered.read_bytes == sum(length for _, length in (*asked.codes, *asked.parameters))
-    assert gathered.num_requests == len(asked.codes) + len(asked.parameters)
-    assert gathered.window_bytes == max(asked.memory)
+    assert not plan.ranges
+    assert plan.read_bytes == sum(length for _, length in (*asked.codes, *asked.parameters))
+    assert plan.num_requests == len(asked.codes) + len(asked.parameters)
+    assert plan.window_bytes == max(asked.memory)
     longest = coalesce._TALLEST * staged_bytes
-    assert all(encoding.elements_in(access.pitch) * 4 <= longest for access in gathered.windowed)
+    assert all(encoding.elements_in(access.pitch) * 4 <= longest for access in plan.windowed)
     codes = [begin + at for begin, length in asked.codes for at in range(length)]
     assert len(codes) == len(set(codes))
-    assert needed(encoding, copies) <= gathered.needed_bytes <= gathered.read_bytes
+    assert needed(encoding, copies) <= plan.needed_bytes <= plan.read_bytes
     assert math.prod(encoding.shape) - encoding.padding == encoding.elements_in(encoding.nbytes)

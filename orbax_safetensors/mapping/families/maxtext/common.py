@@ -18,7 +18,7 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
 from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, completed, head_beside, kernel, norm
-from orbax_safetensors.mapping.family import Envelope, LeafShapes, Variant
+from orbax_safetensors.mapping.family import LeafShapes, StateWrapper, Variant
 
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size
@@ -31,7 +31,7 @@ _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 # MaxText's checkpoints are training states. MaxText's trainers put the parameters below `params.params`, its NNX
 # trainers below `params`, and the state of an NNX model has no prefix.
-TRAINING_STATE = Envelope(
+TRAINING_STATE = StateWrapper(
     key="params",
     rest={"step": 0, "opt_state": {}},
     switches={"scan_layers": True},
@@ -316,5 +316,5 @@ def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Ca
 
 
 # Every family of MaxText: a name, architectures and a tree. The second is for models whose layers are never stacked.
-family = partial(Family, variants=variants, envelope=TRAINING_STATE)
-unscanned_family = partial(family, envelope=replace(TRAINING_STATE, switches={"scan_layers": False}))
+family = partial(Family, variants=variants, wrapper=TRAINING_STATE)
+unscanned_family = partial(family, wrapper=replace(TRAINING_STATE, switches={"scan_layers": False}))
