@@ -53,8 +53,8 @@ def mapped(
         if family is None:
             without_family(variant)
             return checkpoint
-        (family,) = recalled([family], checkpoint)
-        return mapped_by(checkpoint, family, config, variant, complete=complete, dequantize=dequantize)
+        family = recalled(family, checkpoint)
+        return decoded(checkpoint, config, dequantize).mapped_by(family, config, variant, complete=complete)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
 
@@ -126,10 +126,10 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
         return checkpoint, as_stored
     try:
         config = read_config(checkpoint)
-        decoded = _decoded(checkpoint, config, dequantize)
-        families = recalled(registry.registered_for(config), checkpoint)
-        choice = inference.fit(families, config, leaves, decoded.checkpoint.shapes)
-        fitting = _described(decoded, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
+        plain = decoded(checkpoint, config, dequantize)
+        families = [recalled(family, checkpoint) for family in registry.registered_for(config)]
+        choice = inference.fit(families, config, leaves, plain.checkpoint.shapes)
+        fitting = plain.mapped_by(choice.family, config, choice.variant, complete=True)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
             return checkpoint, as_stored  # the caller wants stored tensors, and one that is missing
@@ -143,21 +143,7 @@ def without_family(variant: Mapping[str, Any]) -> None:
         raise MappingError(f"variant {dict(variant)} is for a family, and there is none; also pass family=")
 
 
-def mapped_by(
-    checkpoint: Checkpoint,
-    family: Family,
-    config: Mapping[str, Any],
-    variant: Mapping[str, Any],
-    *,
-    complete: bool,
-    dequantize: Dequantize,
-) -> Checkpoint:
-    """Return `checkpoint` as a family sees it; see `mapped`."""
-    decoded = _decoded(checkpoint, config, dequantize)
-    return _described(decoded, family, config, variant, complete=complete, dequantize=dequantize)
-
-
-class _Decoded(NamedTuple):
+class Decoded(NamedTuple):
     """A checkpoint with the tensors that a family sees.
 
     Attributes:
@@ -168,69 +154,70 @@ class _Decoded(NamedTuple):
     checkpoint: Checkpoint
     encoded: Quantization
     spared: Set[str]
+    dequantize: Dequantize
 
+    def mapped_by(
+        self, family: Family, config: Mapping[str, Any], variant: Mapping[str, Any], *, complete: bool
+    ) -> Checkpoint:
+        """Return the checkpoint as a family sees it; see `mapped`."""
+        checkpoint, encoded, spared, dequantize = self
+        described_as = family.renamed(checkpoint.shapes, config)
+        stored = {name: tensor for tensor, name in described_as.items()}
+        if len(stored) < len(described_as):
+            twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
+            raise MappingError(f"{family.name}: its `renames` give several stored tensors the name {twice!r}")
+        shapes = {name: checkpoint.shapes[tensor] for name, tensor in stored.items()}
+        bound: set[str] = set()
+        unbound: dict[str, tuple[int, ...]] = {}
 
-def _described(
-    decoded: _Decoded,
-    family: Family,
-    config: Mapping[str, Any],
-    variant: Mapping[str, Any],
-    *,
-    complete: bool,
-    dequantize: Dequantize,
-) -> Checkpoint:
-    checkpoint, encoded, spared = decoded
-    described_as = family.renamed(checkpoint.shapes, config)
-    stored = {name: tensor for tensor, name in described_as.items()}
-    if len(stored) < len(described_as):
-        twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
-        raise MappingError(f"{family.name}: its `renames` give several stored tensors the name {twice!r}")
-    shapes = {name: checkpoint.shapes[tensor] for name, tensor in stored.items()}
-    bound: set[str] = set()
-    unbound: dict[str, tuple[int, ...]] = {}
+        def bind(name: str, shape: tuple[int, ...]) -> View:
+            if shapes.get(name) != shape:
+                unbound[name] = shape
+                return View.tensor(name, shape, UNKNOWN)
+            if (
+                dequantize
+                and stored[name] not in encoded.tensors
+                and (scales := scales_beside(checkpoint, stored[name]))
+            ):
+                raise MappingError(
+                    f"{name!r} has scales, {scales!r}, and quantization_config of config.json does not say how it is "
+                    "quantised; a family that knows needs SafetensorsOptions(dequantize=False)"
+                )
+            bound.add(name)
+            return checkpoint.view(stored[name])
 
-    def bind(name: str, shape: tuple[int, ...]) -> View:
-        if shapes.get(name) != shape:
-            unbound[name] = shape
-            return View.tensor(name, shape, UNKNOWN)
-        if dequantize and stored[name] not in encoded.tensors and (scales := scales_beside(checkpoint, stored[name])):
+        values = {name: shape for name, shape in shapes.items() if stored[name] not in spared}
+        tree = family.describe(config, family.variant_of(shapes, variant), bind, values)
+        use = family.use(config, shapes, variant)
+        tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
+        made_of = {name for view in tree.values() for name in view.tensors}
+        if unbound and (own := (by_path(shapes, tree).keys() & tree.keys()) - made_of):
             raise MappingError(
-                f"{name!r} has scales, {scales!r}, and quantization_config of config.json does not say how it is "
-                "quantised; a family that knows needs SafetensorsOptions(dequantize=False)"
+                f"{family.name}: the checkpoint has leaves of the family's tree, such as {min(own)!r}, as tensors: it "
+                "was saved without family=; load it without, or save it with family="
             )
-        bound.add(name)
-        return checkpoint.view(stored[name])
-
-    values = {name: shape for name, shape in shapes.items() if stored[name] not in spared}
-    tree = family.describe(config, family.variant_of(shapes, variant), bind, values)
-    use = family.use(config, shapes, variant)
-    tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
-    made_of = {name for view in tree.values() for name in view.tensors}
-    if unbound and (own := (by_path(shapes, tree).keys() & tree.keys()) - made_of):
-        raise MappingError(
-            f"{family.name}: the checkpoint has leaves of the family's tree, such as {min(own)!r}, as tensors: it was "
-            "saved without family=; load it without, or save it with family="
-        )
-    check_shapes(family.name, tree, unbound, shapes)
-    if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
-        raise MappingError(f"{family.name}: {constant[0]!r} is a constant without a dtype; `full` takes one")
-    if complete:
-        needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
-        check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
-    shared = {stored[name] for name in tree.shared & stored.keys()}
-    seen = split(checkpoint, tree, encoded) if dequantize == "split" else Tree(tree, shared=shared)
-    return replace(checkpoint, mapped=seen, use=use, wrapper=wrapper_of(family, use.variant))
+        check_shapes(family.name, tree, unbound, shapes)
+        if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
+            raise MappingError(f"{family.name}: {constant[0]!r} is a constant without a dtype; `full` takes one")
+        if complete:
+            needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
+            check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
+        shared = {stored[name] for name in tree.shared & stored.keys()}
+        seen = split(checkpoint, tree, encoded) if dequantize == "split" else Tree(tree, shared=shared)
+        return replace(checkpoint, mapped=seen, use=use, wrapper=wrapper_of(family, use.variant))
 
 
-def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:
+def decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> Decoded:
+    """Return `checkpoint` with its quantised tensors as `dequantize` says, according to its `config.json`."""
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
+    spared: Set[str] = encoded.unused
     if dequantize == "split":
-        beside = {name for quantized in encoded.tensors.values() for name in quantized.parameters}
-        return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | beside)
-    if encoded.tensors:
+        spared |= {name for quantized in encoded.tensors.values() for name in quantized.parameters}
+        checkpoint = codes_and_scales(checkpoint, encoded)
+    elif encoded.tensors:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
-    return _Decoded(checkpoint, encoded, encoded.unused)
+    return Decoded(checkpoint, encoded, spared, dequantize)
 
 
 TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name

@@ -10,8 +10,7 @@ import errno
 import json
 import logging
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import tee
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
@@ -52,21 +51,14 @@ class _Record(NamedTuple):
     files: Mapping[str, Any]
 
 
-def recalled(families: Sequence[Family], checkpoint: Checkpoint) -> list[Family]:
-    """Return families with the switches that are recorded beside the checkpoint's files, if they are of this family.
+def recalled(family: Family, checkpoint: Checkpoint) -> Family:
+    """Return a family with the switches that are recorded beside the checkpoint's files, if they are of this family.
 
     A warning names a record of other files, which is not taken. Raises `StorageError` if a record cannot be read.
     """
-    records = tee(_records(checkpoint), len(families))  # each is read when it is first needed, and once
-    return [
-        _recalled(family, checkpoint, family_records) for family, family_records in zip(families, records, strict=True)
-    ]
-
-
-def _recalled(family: Family, checkpoint: Checkpoint, records: Iterator[_Record]) -> Family:
     if not family.has_switches:
         return family
-    for name, use, files in records:
+    for name, use, files in _records(checkpoint):
         if not (switches := family.recorded(use)):
             continue
         others = [file for file, found in checkpoint.fingerprints.items() if files.get(file) != found]

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredTensor
-from orbax_safetensors.checkpoint.config import read_config, stored_dtype
+from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import (
     FamilyLike,
     TensorTypes,
     add_tensor,
-    mapped_by,
+    decoded,
     without_family,
 )
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model
-from orbax_safetensors.checkpoint.quantized import quantized_tensors
+from orbax_safetensors.checkpoint.model_files import ModelFiles, files_beside
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.devices.bits import is_float
@@ -32,7 +31,6 @@ from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_use, doubles, leaf_problems
 from orbax_safetensors.mapping.family import Family, Shapes, Tree
-from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize, SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
 
@@ -117,7 +115,8 @@ class Reference:
             return Tree(self.listed.leaves)
         dequantize: Dequantize = "split" if self.splits else False
         try:
-            mapped = mapped_by(self.listed, self.family, self.config, variant, complete=True, dequantize=dequantize)
+            listed = decoded(self.listed, self.config, dequantize)
+            mapped = listed.mapped_by(self.family, self.config, variant, complete=True)
         except MappingError as error:
             raise MappingError(f"like {self.checkpoint.path}: {error}") from error
         leaves = mapped.leaves
@@ -156,22 +155,15 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
     stored_config = read_config(checkpoint)
     known = registry.find(family, config or stored_config)
     if known is not None:
-        (known,) = recalled([known], checkpoint)
-    model_files = ModelFiles(stored_config or None)
-    if not checkpoint.is_file:
-        model_files = files_of_model(checkpoint.store, checkpoint.path)
-    encoded = Quantization({})
-    if known is not None and options.dequantize is True:
-        encoded = quantized_tensors(checkpoint.with_omitted(), stored_config)
+        known = recalled(known, checkpoint)
+    model_files = ModelFiles(stored_config or None) if checkpoint.is_file else files_beside(checkpoint)
+    is_decoded = known is not None and options.dequantize is True
+    source, encoded, *_ = decoded(checkpoint.with_omitted(), stored_config, is_decoded)
+    listed = replace(source, tensors=checkpoint.tensors, omitted=checkpoint.omitted)
     if encoded.tensors and config is None:
         model_files = replace(model_files, config=stored_config).plain()
     if config is not None:
         model_files = replace(model_files, config=config)
-    listed = checkpoint
-    if encoded.tensors:
-        dtype = stored_dtype(stored_config, checkpoint.decoded_dtype)
-        listed = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
-    source = listed.with_omitted()
     return Reference(
         _as_saved(source, encoded.unused),
         _as_saved(listed, encoded.unused),
