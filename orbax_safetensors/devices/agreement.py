@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -36,7 +35,6 @@ _TIMEOUT_SECONDS = 3600
 _GONE = re.compile(r"(?:\btask:|\bTask )([0-9]+)\b")
 _SERVICE_IS_GONE = re.compile(r"UNAVAILABLE(?s:.*)coordination.service")
 _OF_OTHERS = re.compile(r"UNAVAILABLE|ABORTED|heartbeat|[Bb]arrier|[Cc]onnection|\bpeer\b|[Gg]loo|NCCL")
-_ANSWER_SECONDS = 5.0  # survivors fail at about the same time
 
 _T = TypeVar("_T")
 
@@ -212,10 +210,10 @@ def _reaching() -> Iterator[None]:
         raise _unreachable(error) from error
 
 
-def _unreachable(error: Exception, silent: Collection[int] = ()) -> StorageError:
-    """Return the error for processes that are gone, which it names as far as JAX does or they are `silent`."""
+def _unreachable(error: Exception) -> StorageError:
+    """Return the error for processes that are gone, which it names as far as JAX does."""
     text = str(error)
-    gone = {*silent, *map(int, _GONE.findall(text))}
+    gone = set(map(int, _GONE.findall(text)))
     if not gone and _SERVICE_IS_GONE.search(text) and jax.process_index() != 0:
         gone = {0}  # which has the service
     named = f"process {some(sorted(gone))} is gone: " if gone else ""
@@ -223,29 +221,17 @@ def _unreachable(error: Exception, silent: Collection[int] = ()) -> StorageError
 
 
 @contextlib.contextmanager
-def reaching_others(key: str, active: ActiveProcesses) -> Iterator[None]:
-    """Raise a `StorageError` for what JAX raises because others of the `active` processes are gone; name these.
+def reaching_others(active: ActiveProcesses) -> Iterator[None]:
+    """Raise a `StorageError` for what JAX raises because others of the `active` processes are gone.
 
-    All of them call this with the same new key, for programs of their devices, or for barriers of Orbax.
+    For programs of their devices, and for barriers of Orbax.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if active.count == 1 or not _OF_OTHERS.search(str(error)):
             raise
-        raise _unreachable(error, () if _GONE.search(str(error)) else _silent(key, active)) from error
-
-
-def _silent(key: str, active: ActiveProcesses) -> Collection[int]:
-    """Return the processes that do not say soon that they have failed like this one; none if nobody can be asked."""
-    try:
-        post(key, "", active)
-        until = time.monotonic() + _ANSWER_SECONDS
-        while (silent := set(active.indices) - _posted(key).keys()) and time.monotonic() < until:
-            time.sleep(0.1)
-    except (StorageError, jax.errors.JaxRuntimeError):
-        return ()
-    return silent
+        raise _unreachable(error) from error
 
 
 def _interruptibly(wait: Callable[[], None]) -> None:

@@ -117,7 +117,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
                 timeout_secs=self._options.join_timeout_secs,
             )
             with (
-                reaching_others(f"{key}/saved", active),
+                reaching_others(active),
                 refusals(),
                 storage_errors(f"{path}: cannot be saved", OSError),
             ):

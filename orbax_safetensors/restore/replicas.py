@@ -58,7 +58,7 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
     active = ActiveProcesses(tuple(processes), processes[0])
     key = new_key("broadcast", active=active)
     values = together(key, read, active=active)
-    with reaching_others(f"{key}/sent", active):
+    with reaching_others(active):
         sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
         jax.block_until_ready(sent)
     for at, value in zip(spread, sent, strict=True):
