@@ -20,6 +20,7 @@ from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.layout import FILE_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.format.sharding_info import saved_offsets
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.replace import recover
@@ -27,10 +28,6 @@ from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import UNKNOWN
 
 logger = logging.getLogger(__name__)
-
-# Pieces of a tensor are laid out in the grid that their edges make, which has as many cells if they are one. Others
-# could have it grow with the power of their number.
-_MOST_CELLS = 2**20
 
 
 def read_checkpoint(
@@ -199,35 +196,19 @@ def _whole(name: str, pieces: tuple[StoredPiece, ...], files: list[StoredFile]) 
             )
         if first.dtype.numpy is None:
             raise IndexFileError(f"{where}: {first.dtype.name} has several elements in a byte; pieces cannot be joined")
-    shape = tuple(max(_end(piece, axis) for piece in pieces) for axis in range(len(first.shape)))
-    filled = tuple(piece for piece in pieces if prod(piece.entry.shape))
-    # How many pieces hold each cell of the grid that their edges make.
-    edges = [
-        sorted({0, shape[axis]} | {piece.start[axis] for piece in filled} | {_end(piece, axis) for piece in filled})
-        for axis in range(len(shape))
-    ]
-    if prod(len(cuts) - 1 for cuts in edges) > _MOST_CELLS:
-        raise IndexFileError(
-            f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found {len(pieces)} that "
-            "begin and end at too many places"
-        )
-    numbers = [{cut: number for number, cut in enumerate(cuts)} for cuts in edges]
-    held_by = np.zeros([len(cuts) - 1 for cuts in edges], np.int64)
-    for piece in filled:
-        cells = (slice(at[piece.start[axis]], at[_end(piece, axis)]) for axis, at in enumerate(numbers))
-        held_by[tuple(cells)] += 1
-    if prod(shape) and (held_by != 1).any():
-        cell = np.argwhere(held_by != 1)[0]
-        at = tuple(cuts[number] for cuts, number in zip(edges, cell.tolist(), strict=True))
-        raise IndexFileError(
-            f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found "
-            f"{held_by[tuple(cell)]} of them at {at}"
-        )
+    boxes = [Box((at, at + size) for at, size in zip(start, entry.shape, strict=True)) for _, entry, start in pieces]
+    shape = tuple(stop for _, stop in Box.hull(boxes))
+    filled = tuple(piece for piece, box in zip(pieces, boxes, strict=True) if box.volume)
+    expected = f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found"
+    starts = np.array([box.start for box in boxes if box.volume]).reshape(len(filled), len(shape))
+    stops = starts + np.array([box.shape for box in boxes if box.volume]).reshape(starts.shape)
+    overlapping = np.triu((starts[:, None] < stops).all(axis=-1) & (starts < stops[:, None]).all(axis=-1), 1)
+    if overlapping.any():
+        begins = [filled[number].start for number in np.argwhere(overlapping)[0]]
+        raise IndexFileError(f"{expected} two that overlap, from {begins[0]} and from {begins[1]} on")
+    if (found := sum(box.volume for box in boxes)) != prod(shape):
+        raise IndexFileError(f"{expected} {found} of its {prod(shape)} elements")
     return StoredTensor(first.dtype, shape, filled or pieces[:1])
-
-
-def _end(piece: StoredPiece, axis: int) -> int:
-    return piece.start[axis] + piece.entry.shape[axis]
 
 
 @lru_cache

@@ -45,9 +45,9 @@ def changed(change):
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        (changed(lambda p: p.pop(1)), r"'(rows|columns|grid)': expected pieces that make up shape .* found 0 of them"),
-        (changed(lambda p: p[0].__setitem__(0, ("rows", (0, 0), ROWS[:5]))), r"'rows': .* found 2 of them at \(4, 0\)"),
-        (changed(lambda p: p[2].append(("columns", (0, 3), COLUMNS[:, :1]))), r"'columns': .* 2 of them at \(0, 3\)"),
+        (changed(lambda p: p.pop(1)), r"'(rows|columns|grid)': expected pieces that make up shape .* found \d+ of its"),
+        (changed(lambda p: p[0].__setitem__(0, ("rows", (0, 0), ROWS[:5]))), r"'rows': .* overlap, .* \(4, 0\) on"),
+        (changed(lambda p: p[2].append(("columns", (0, 3), COLUMNS[:, :1]))), r"'columns': .* overlap, .* \(0, 3\) on"),
         (
             changed(lambda p: p[1].__setitem__(0, ("rows", (4, 0), ROWS[4:].view("i4")))),
             "'rows': expected a piece of 2 dimensions of F32, found shape .* of I32",
@@ -84,7 +84,7 @@ def test_sharding_info_that_is_not_valid(tmp_path, information):
 
 def test_a_single_piece_that_is_not_the_first(tmp_path):
     write_pieces(tmp_path, [[("rows", (4, 0), ROWS[4:])]])
-    with pytest.raises(ost.IndexFileError, match=r"'rows': .* found 0 of them at \(0, 0\)"):
+    with pytest.raises(ost.IndexFileError, match=r"'rows': .* found \d+ of its \d+ elements"):
         ost.open_checkpoint(tmp_path)
 
 
@@ -105,5 +105,5 @@ def test_a_file_is_missing_before_an_empty_piece(tmp_path, kept):
         ("rows", (5, 0), ROWS[:0]),
     ]
     write_pieces(tmp_path, [[rows[number]] for number in kept])
-    with pytest.raises(ost.IndexFileError, match=r"'rows': expected pieces that make up shape .* found 0 of them"):
+    with pytest.raises(ost.IndexFileError, match=r"'rows': expected pieces that make up shape .* of its \d+ elements"):
         ost.open_checkpoint(tmp_path)
