@@ -300,7 +300,7 @@ def _scenario(
     shapes = {name: array.shape for name, array in arrays.items()}
     axes = _axes(checkpoint, mesh, args, options)
     targets = match(checkpoint, _target(arrays, axes, mesh), None, partial=True).targets
-    restored = PlannedRestore.of(checkpoint, targets, count, options, all_processes=args.all_processes)
+    restored = PlannedRestore(checkpoint, targets, count, options, args.all_processes)
     plan = restored.plan()
     time = None
     if args.bandwidth is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -145,12 +145,11 @@ class _Registered(ocp.type_handlers.TypeHandler):
 
     async def _each(self, infos: Sequence[Any], call: Callable[[Any, list[int]], Any]) -> list[Any]:
         """Return what `call` makes of all leaves, each with the handler that it belongs to."""
-        stored: dict[Any, Container[str]] = {}
-        for info in infos:
-            if info.parent_dir not in stored:
-                stored[info.parent_dir] = _stored_names(info.parent_dir)
+        stored = {directory: _stored_names(directory) for directory in {info.parent_dir for info in infos}}
+        names = [stored[info.parent_dir] for info in infos]
+        is_ours = [here is None or info.name in here for here, info in zip(names, infos, strict=True)]
         out: dict[int, Any] = {}
-        for handler, at in self._split([info.name in stored[info.parent_dir] for info in infos]):
+        for handler, at in self._split(is_ours):
             out |= zip(at, await call(handler, at), strict=True)
         return [out[i] for i in range(len(infos))]
 
@@ -170,15 +169,8 @@ def _can_store(value: jax.Array, info: Any) -> bool:
     return bool(info.name != "__metadata__")
 
 
-class _Everything(Container[str]):
-    """A container of all names."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
-def _stored_names(directory: Any) -> Container[str]:
-    """Return the names of the leaves that safetensors files in a directory hold.
+def _stored_names(directory: Any) -> Set[str] | None:
+    """Return the names of the leaves that safetensors files in a directory hold; None stands for all names.
 
     These are no names if it has no such files; the tensors' names beside a tree that Orbax has saved; all names if
     there is no tree of Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that
@@ -188,7 +180,7 @@ def _stored_names(directory: Any) -> Container[str]:
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
     if not (directory / TREE_FILE).exists():
-        return _Everything()
+        return None
     checkpoint = read_checkpoint(directory)
     if (note := read_note(checkpoint.store, checkpoint.path)) is not None:
         for fault in note.changed(checkpoint.path, checkpoint.fingerprints):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import TensorMismatchError
@@ -61,24 +60,19 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         return await asyncio.to_thread(self._metadata, infos)
 
     def _metadata(self, infos: Sequence[Any]) -> list[ocp.metadata.ArrayMetadata]:
-        checkpoints: dict[Any, Checkpoint] = {}
-        shardings: dict[Any, Mapping[str, ocp.metadata.ShardingMetadata]] = {}
-        out = []
-        for info in infos:
-            if info.parent_dir not in checkpoints:
-                checkpoints[info.parent_dir] = read_checkpoint(info.parent_dir, self._options.storage_options)
-                shardings[info.parent_dir] = self._shardings(info.parent_dir)
-            tensor = checkpoints[info.parent_dir][info.name]
-            out.append(
-                ocp.metadata.ArrayMetadata(
-                    name=info.name,
-                    directory=info.parent_dir,
-                    shape=tensor.shape,
-                    sharding=shardings[info.parent_dir].get(info.name),
-                    dtype=tensor.dtype,
-                )
+        directories = dict.fromkeys(info.parent_dir for info in infos)
+        checkpoints = {at: read_checkpoint(at, self._options.storage_options) for at in directories}
+        shardings = {at: self._shardings(at) for at in directories}
+        return [
+            ocp.metadata.ArrayMetadata(
+                name=info.name,
+                directory=info.parent_dir,
+                shape=checkpoints[info.parent_dir][info.name].shape,
+                sharding=shardings[info.parent_dir].get(info.name),
+                dtype=checkpoints[info.parent_dir][info.name].dtype,
             )
-        return out
+            for info in infos
+        ]
 
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None

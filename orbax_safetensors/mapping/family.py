@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -262,15 +263,21 @@ class Family:
         if not callable(self.renames):
             _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
 
+    @contextlib.contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Raise a `MappingError`, which says `what` fails, for anything that a function of the family raises."""
+        try:
+            yield
+        except Exception as error:
+            raise MappingError(f"{self.name}: {what}: {error!r}") from error
+
     def renamed(self, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
         """Return the names that the family has for stored tensors, by the names of the tensors."""
-        try:
+        with self.failing("its `renames` fail"):
             renames = self.renames(config) if callable(self.renames) else self.renames
             renamed = {name: name for name in names}
             for pattern, replacement in renames:
                 renamed = {name: re.sub(pattern, replacement, now) for name, now in renamed.items()}
-        except Exception as error:
-            raise MappingError(f"{self.name}: its `renames` fail: {error!r}") from error
         return renamed
 
     def describe(
@@ -366,16 +373,12 @@ class Family:
         return replace(self, configured_as=lambda config: {**self._configured(config), **recorded})
 
     def _configured(self, config: Mapping[str, Any]) -> Variant:
-        try:
+        with self.failing("no switches follow from this config.json"):
             return self.configured_as(config)
-        except Exception as error:
-            raise MappingError(f"{self.name}: no switches follow from this config.json: {error!r}") from error
 
     def _stored(self, shapes: Shapes) -> Variant:
-        try:
+        with self.failing("no switches follow from the stored tensors"):
             return self.stored_as(shapes)
-        except Exception as error:
-            raise MappingError(f"{self.name}: no switches follow from the stored tensors: {error!r}") from error
 
     def _switches(self) -> tuple[dict[str, Any], bool]:
         """Return the switches that `tree` names, with their defaults, and whether it takes others."""

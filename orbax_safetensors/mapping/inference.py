@@ -92,10 +92,8 @@ def nearest_variant(
 
 def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
     """Return the possible variants of a family for these leaves, each once, with its default switches."""
-    try:
+    with family.failing("no variants follow from these leaves"):
         every = [{**variant, **family.variant} for variant in family.variants(leaves)]
-    except Exception as error:
-        raise MappingError(f"{family.name}: no variants follow from these leaves: {error!r}") from error
     return [variant for at, variant in enumerate(every) if variant not in every[:at]]
 
 

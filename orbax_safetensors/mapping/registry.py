@@ -159,10 +159,8 @@ def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:
 
 
 def _applies(family: Family, config: Mapping[str, Any]) -> bool:
-    try:
+    with family.failing("cannot tell from this config.json if it applies"):
         return family.applies_to(config)
-    except Exception as error:
-        raise MappingError(f"{family.name}: cannot tell from this config.json if it applies: {error!r}") from error
 
 
 def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: str) -> Family | None:

@@ -6,18 +6,18 @@ shard touches, always whole. The encoded size of a chunk is not known before the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+
+import numpy as np
 
 from orbax_safetensors.devices.partition import Partition
 from orbax_safetensors.devices.sharding import by_process
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf
 from orbax_safetensors.orbax_store.leaf import ARRAYS, STRING, num_chunks, touched_nbytes
-from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, OverRead
+from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, OverRead, plan_json
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,7 @@ class OrbaxRestorePlan:
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""
-        plan: dict[str, Any] = asdict(self)
-        described = zip(self.processes + self.over_reads, plan["processes"] + plan["over_reads"], strict=True)
-        for cost, document in described:
-            document["over_read"] = cost.over_read
-        return json.dumps(plan)
+        return plan_json(self)
 
 
 def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process_count: int) -> OrbaxRestorePlan:
@@ -90,16 +86,16 @@ def plan_arrays(
     sharding.check((name, leaf.shape) for name, leaf in leaves.items() if leaf.kind in ARRAYS)
     devices = prod(sharding.mesh.values())
     owners = [device * process_count // devices for device in range(devices)]
-    known: dict[tuple[object, ...], tuple[OrbaxProcessCost, ...]] = {}
-    totals = [(0, 0, 0)] * process_count
+    known: dict[tuple[object, ...], np.ndarray] = {}
+    totals = np.zeros((process_count, 3), np.int64)
     over_reads = []
     for name, leaf in leaves.items():
         key = (leaf.shape, leaf.chunk_shape, leaf.dtype, sharding.spec(name, leaf.shape))
         if key not in known:
-            known[key] = _costs(leaf, by_process(sharding.boxes(name, leaf.shape), owners, process_count))
-        costs = [(cost.needed_bytes, cost.read_bytes, cost.num_chunks) for cost in known[key]]
-        totals = [_sum(both) for both in zip(totals, costs, strict=True)]
-        needed, read, chunks = _sum(costs)
+            boxes = by_process(sharding.boxes(name, leaf.shape), owners, process_count)
+            known[key] = np.array([_costs(leaf, distinct) for distinct in map(set, boxes)], np.int64)
+        totals += known[key]
+        needed, read, chunks = known[key].sum(axis=0).tolist()
         if read > REPORTED_OVER_READ * needed:
             shard = sharding.shard(name, leaf.shape)
             over_reads.append(OrbaxLeafOverRead(name, leaf.shape, leaf.chunk_shape, shard, needed, read, chunks))
@@ -108,27 +104,15 @@ def plan_arrays(
         total_chunks=sum(prod(leaf.grid) for leaf in leaves.values()),
         num_arrays=len(leaves),
         file_bytes=file_bytes,
-        processes=tuple(OrbaxProcessCost(*figures) for figures in totals),
+        processes=tuple(OrbaxProcessCost(*figures) for figures in totals.tolist()),
         over_reads=tuple(sorted(over_reads, key=lambda leaf: leaf.needed_bytes - leaf.read_bytes)),
     )
 
 
-def _costs(leaf: OrbaxLeaf, boxes: Sequence[Sequence[Box]]) -> tuple[OrbaxProcessCost, ...]:
-    """Return what processes, given the boxes of their devices, read of one leaf."""
-    out = []
-    for process_boxes in boxes:
-        distinct = dict.fromkeys(process_boxes)
-        elements = sum(box.volume for box in distinct)
-        out.append(
-            OrbaxProcessCost(
-                elements * leaf.dtype.itemsize,
-                sum(touched_nbytes(box, leaf) for box in distinct),
-                sum(num_chunks(box, leaf) for box in distinct),
-            )
-        )
-    return tuple(out)
-
-
-def _sum(figures: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
-    needed, read, chunks = zip(*figures, strict=True)
-    return sum(needed), sum(read), sum(chunks)
+def _costs(leaf: OrbaxLeaf, boxes: Set[Box]) -> tuple[int, int, int]:
+    """Return the figures of `OrbaxProcessCost` for one leaf of which a process holds these boxes."""
+    return (
+        sum(box.volume for box in boxes) * leaf.dtype.itemsize,
+        sum(touched_nbytes(box, leaf) for box in boxes),
+        sum(num_chunks(box, leaf) for box in boxes),
+    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from orbax_safetensors.transfer.estimate import TimeEstimate, estimate
-from orbax_safetensors.transfer.figures import FileReads, OverRead
+from orbax_safetensors.transfer.figures import FileReads, OverRead, plan_json
 
 # Plans report leaves that make at least this part of all requests, if these are many and bring fewer bytes than this
 # each: then latency, or the work for each request, takes longer than the bytes.
@@ -100,11 +99,7 @@ class RestorePlan:
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""
-        plan = asdict(self)
-        described = zip(self.processes + self.over_reads, plan["processes"] + plan["over_reads"], strict=True)
-        for cost, document in described:
-            document["over_read"] = cost.over_read
-        return json.dumps(plan)
+        return plan_json(self)
 
 
 def estimate_time(plan: RestorePlan, *, bandwidth: float, latency: float = 0.0, streams: int = 1) -> TimeEstimate:

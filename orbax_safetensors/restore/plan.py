@@ -93,8 +93,7 @@ def plan_restore(
     stored = read_for_plan(request.path, family, variant, request.options.storage_options, partial=request.leaves_out)
     request = replace(request, partial=request.has_tree)
     checkpoint, matched = match_through_family(request, stored)
-    targets = matched.targets
-    return PlannedRestore.of(checkpoint, targets, process_count, request.options, all_processes=all_processes).plan()
+    return PlannedRestore(checkpoint, matched.targets, process_count, request.options, all_processes).plan()
 
 
 @dataclass(frozen=True)
@@ -102,33 +101,26 @@ class PlannedRestore:
     """A restore by processes that need not exist.
 
     Attributes:
-      process_count: how many they are.
-      dealt: `process_count` if the devices are dealt to them, None if each device belongs to its actual process.
-      looked_at: the processes whose reads are planned.
+      dealt: to how many processes the devices are dealt; None if each device belongs to its actual process.
+      all_processes: whether to plan the reads of all processes. See `plan_restore`, also for the errors.
     """
 
     checkpoint: Checkpoint
     targets: Sequence[Target]
-    process_count: int
     dealt: int | None
-    looked_at: Sequence[int]
     options: SafetensorsOptions
+    all_processes: bool = False
 
-    @staticmethod
-    def of(
-        checkpoint: Checkpoint,
-        targets: Sequence[Target],
-        process_count: int | None,
-        options: SafetensorsOptions,
-        *,
-        all_processes: bool,
-    ) -> PlannedRestore:
-        """See `plan_restore` for the arguments and the errors."""
-        shardings = [None if target.sharding is None else plain(target.sharding) for target in targets]
-        count = num_processes(shardings, process_count)
-        return PlannedRestore(
-            checkpoint, targets, count, process_count, looked_at(count, everyone=all_processes), options
-        )
+    @cached_property
+    def process_count(self) -> int:
+        """How many processes restore."""
+        shardings = [None if target.sharding is None else plain(target.sharding) for target in self.targets]
+        return num_processes(shardings, self.dealt)
+
+    @cached_property
+    def looked_at(self) -> tuple[int, ...]:
+        """The processes whose reads are planned."""
+        return looked_at(self.process_count, everyone=self.all_processes)
 
     @cached_property
     def limits(self) -> RequestLimits:

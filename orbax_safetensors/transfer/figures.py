@@ -6,9 +6,10 @@ A request is one storage operation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 # Plans report leaves with a higher ratio of read to needed bytes; below it, another sharding would gain little.
 REPORTED_OVER_READ = 1.1
@@ -77,6 +78,15 @@ class PlannedFile:
     file: str
     nbytes: int
     data_bytes: int
+
+
+def plan_json(plan: Any) -> str:
+    """Return a plan of a restore as a JSON object with the names of its attributes, and over-reads beside bytes."""
+    document = asdict(plan)
+    for key in ("processes", "over_reads"):
+        for cost, fields in zip(getattr(plan, key), document[key], strict=True):
+            fields["over_read"] = cost.over_read
+    return json.dumps(document)
 
 
 # Of more processes, a plan looks at so many, spread from the first to the last.

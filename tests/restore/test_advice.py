@@ -28,7 +28,7 @@ def target(checkpoint, specs):
 def advice(path, specs, process_count=4, **family):
     checkpoint = open_checkpoint(path, **family)
     targets = match(checkpoint, target(checkpoint, specs), None, partial=True).targets
-    found = PlannedRestore.of(checkpoint, targets, process_count, ost.SafetensorsOptions(), all_processes=False)
+    found = PlannedRestore(checkpoint, targets, process_count, ost.SafetensorsOptions())
     return found.cheaper_shardings(found.plan())
 
 
