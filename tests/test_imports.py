@@ -149,3 +149,13 @@ def test_no_clock_decides_a_test():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"time.{name}" for name in clocks}:
                 raise AssertionError(f"{path}:{node.lineno}: {ast.unparse(node)}")
+
+
+def test_a_class_name_is_used_once():
+    """Private or not: a reader who searches for a name finds one class."""
+    homes: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in nodes(module):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(f"{module}:{node.lineno}")
+    assert not {name: places for name, places in homes.items() if len(places) > 1}

@@ -23,7 +23,7 @@ _MAX_BYTES = MAX_HEADER_BYTES
 Recorded = Mapping[str, FileChecksums]  # by the name of a file
 
 
-class Comparison:
+class RestoreChecksums:
     """Of a restore: the tensors that this process reads whole, with the checksums of their save."""
 
     def __init__(self, checkpoint: Checkpoint, *, partial: bool) -> None:

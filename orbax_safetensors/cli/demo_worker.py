@@ -128,7 +128,7 @@ def compare(
     """
     count, differing = 0, []
     for file in sorted(set(file_of.values())):
-        with Reference(file) as reference:
+        with ReferenceFile(file) as reference:
             for name in (name for name in arrays if file_of[name] == file):
                 for shard in arrays[name].addressable_shards:
                     count += 1
@@ -148,7 +148,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> str:
     return f"{unequal} of {a.size} bytes differ" if unequal else ""
 
 
-class Reference:
+class ReferenceFile:
     """One file as the `safetensors` package reads it."""
 
     def __init__(self, file: str) -> None:
@@ -157,7 +157,7 @@ class Reference:
         self._open = safetensors.safe_open(file, framework="np")
         self._raw: dict[str, Any] = {}
 
-    def __enter__(self) -> Reference:
+    def __enter__(self) -> ReferenceFile:
         self._open.__enter__()
         return self
 

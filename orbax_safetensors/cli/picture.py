@@ -82,7 +82,7 @@ class Stretches(NamedTuple):
         return np.bincount(self.cells[inside], of_stretches[inside], count)
 
 
-class _Range(NamedTuple):
+class _TensorSpan(NamedTuple):
     """The places of a stored tensor, or of a piece of it."""
 
     begin: int
@@ -120,7 +120,7 @@ def stretches(checkpoint: Checkpoint) -> Stretches:
     return Stretches(begin, places, numbers, captions)
 
 
-def _bands(checkpoint: Checkpoint, begin: list[int]) -> list[tuple[str, list[_Range]]]:
+def _bands(checkpoint: Checkpoint, begin: list[int]) -> list[tuple[str, list[_TensorSpan]]]:
     """Return the names of leaves, those that differ in numbers alone as one, with what is stored of them, in order."""
     drawn: set[str] = set()  # a tensor of several leaves is drawn with the first
     bands = []
@@ -132,7 +132,7 @@ def _bands(checkpoint: Checkpoint, begin: list[int]) -> list[tuple[str, list[_Ra
         for name in stored:
             for piece in checkpoint[name].pieces:
                 start = begin[piece.file] + checkpoint.files[piece.file].header.data_start + piece.entry.begin
-                ranges.append(_Range(start, start + piece.entry.nbytes))
+                ranges.append(_TensorSpan(start, start + piece.entry.nbytes))
         bands.append((text, sorted(one for one in ranges if one.end > one.begin)))
     bands = [band for band in bands if band[1]]
     by_size = sorted(bands, key=lambda band: -_nbytes(band[1]))
@@ -150,7 +150,7 @@ def _stored(checkpoint: Checkpoint, tensor: str) -> Sequence[str]:
     return (tensor,) if quantized is None else quantized.stored
 
 
-def _nbytes(ranges: Sequence[_Range]) -> int:
+def _nbytes(ranges: Sequence[_TensorSpan]) -> int:
     return sum(end - begin for begin, end in ranges)
 
 

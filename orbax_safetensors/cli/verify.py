@@ -47,16 +47,18 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     """Print one line for each fault of `args.path`, or that there is none."""
     with Reporter(args.command, sys.stderr) if args.data else nullcontext() as reporter:
         faults, data, checkpoint = verified(args.path, data=args.data, options=SafetensorsOptions(progress=reporter))
-    held = None if faults else _held(args.path, checkpoint)
+    inventory = None if faults else _inventory(args.path, checkpoint)
     if args.json:
         output.json(
             {
-                "path": args.path if held is None else held.path,
+                "path": args.path if inventory is None else inventory.path,
                 "faults": [str(fault) for fault in faults],
                 "compared": None
                 if data is None
                 else {"tensors": data.tensors, "files": data.files, "bytes": data.nbytes},
-                "checked": None if held is None else {held.unit: held.number, held.place: held.places},
+                "checked": None
+                if inventory is None
+                else {inventory.unit: inventory.number, inventory.container: inventory.containers},
             }
         )
         return 1 if faults else 0
@@ -64,30 +66,31 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         output.line(str(fault))
     if data is not None:
         output.line(f"{args.path}: {_compared(data)}")
-    if held is None:
+    if inventory is None:
         return 1
-    kind = "Orbax arrays" if held.unit == "arrays" else held.unit
-    output.line(f"{held.path}: OK, {held.number:,} {kind} in {_count(held.places, held.place.removesuffix('s'))}")
+    kind = "Orbax arrays" if inventory.unit == "arrays" else inventory.unit
+    containers = _count(inventory.containers, inventory.container.removesuffix("s"))
+    output.line(f"{inventory.path}: OK, {inventory.number:,} {kind} in {containers}")
     return 0
 
 
-class _Held(NamedTuple):
-    """How many `unit` a checkpoint has, tensors or arrays, in how many `place`, files or items."""
+class _Inventory(NamedTuple):
+    """How many `unit` a checkpoint has, tensors or arrays, in how many of the `container`, files or items."""
 
     path: str
     unit: str
     number: int
-    place: str
-    places: int
+    container: str
+    containers: int
 
 
-def _held(path: str, checkpoint: Checkpoint | None) -> _Held:
+def _inventory(path: str, checkpoint: Checkpoint | None) -> _Inventory:
     """Return what is in a valid checkpoint, which is one of Orbax at `path` if `checkpoint` is None."""
     if checkpoint is not None:
-        return _Held(checkpoint.path, "tensors", len(checkpoint.tensors), "files", len(checkpoint.files))
+        return _Inventory(checkpoint.path, "tensors", len(checkpoint.tensors), "files", len(checkpoint.files))
     step = open_step(path)
     number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
-    return _Held(step.item_path, "arrays", number, "items", len(step.items))
+    return _Inventory(step.item_path, "arrays", number, "items", len(step.items))
 
 
 def _compared(data: DataCheck) -> str:

@@ -23,7 +23,7 @@ FORMATS = {"orbax": ("mesh", "spec", "like", "step", "compression"), "safetensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _ConversionArguments:
     """The arguments that `convert` and `reshard` share.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertRequest(_Request):
+class ConvertRequest(_ConversionArguments):
     """The arguments of `convert`."""
 
     to: str
@@ -112,7 +112,7 @@ class ConvertRequest(_Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshardRequest(_Request):
+class ReshardRequest(_ConversionArguments):
     """The arguments of `reshard`. `check_for` refuses those that the format of the source has no use for."""
 
     max_file_bytes: int = MAX_FILE_BYTES

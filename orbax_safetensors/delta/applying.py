@@ -18,7 +18,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.one_state import unless_changed
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.delta.frames import PIECE_BYTES, Range, decode, open_files, range_of, zstandard
+from orbax_safetensors.delta.frames import PIECE_BYTES, FileRange, decode, open_files, range_of, zstandard
 from orbax_safetensors.delta.hidden_directory import HiddenDirectory
 from orbax_safetensors.delta.version import DeltaVersion, check, read_delta
 from orbax_safetensors.errors import ChecksumError, StorageError, TensorMismatchError, storage_errors
@@ -102,7 +102,7 @@ def _change(copy: Checkpoint, version: DeltaVersion, store: Store, threads: int)
         old = open_files(copy, stack)
         new = [stack.enter_context(contextlib.closing(LocalStore().create(file.path))) for file in copy.files]
 
-        def change(name: str, frame: Range, expected: str) -> None:
+        def change(name: str, frame: FileRange, expected: str) -> None:
             where = f"{frame.file.path}: tensor {name!r}"
             tensor = range_of(copy, name, old)
             buffers = allocate([min(PIECE_BYTES, tensor.nbytes)] * 2)
@@ -122,6 +122,6 @@ def _change(copy: Checkpoint, version: DeltaVersion, store: Store, threads: int)
             for name, entry in stored.header.tensors.items():
                 if not copy[name].nbytes or len(copy[name].pieces) != 1:
                     raise TensorMismatchError(f"{copy.path}: {name!r}: a delta changes tensors that are in one piece")
-                frame = Range(file, stored.header.data_start + entry.begin, entry.nbytes)
+                frame = FileRange(file, stored.header.data_start + entry.begin, entry.nbytes)
                 tasks.append(partial(change, name, frame, stored.header.metadata[name]))
         run_tasks(iter(tasks), threads, lambda: None)

@@ -29,7 +29,7 @@ def zstandard() -> ModuleType:
         raise SafetensorsError("deltas need zstandard: pip install 'orbax-safetensors[delta]'") from error
 
 
-class Range(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of an open file."""
 
     file: File
@@ -49,15 +49,15 @@ def open_files(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[File
     return [stack.enter_context(contextlib.closing(checkpoint.open_file(n))) for n in range(len(checkpoint.files))]
 
 
-def range_of(checkpoint: Checkpoint, name: str, files: Sequence[File]) -> Range:
+def range_of(checkpoint: Checkpoint, name: str, files: Sequence[File]) -> FileRange:
     """Return the bytes of a tensor, which is in one piece."""
     location = checkpoint.location(name)
-    return Range(files[location.file], location.begin, checkpoint[name].nbytes)
+    return FileRange(files[location.file], location.begin, checkpoint[name].nbytes)
 
 
 def encode(
-    old: Range,
-    new: Range,
+    old: FileRange,
+    new: FileRange,
     bits: int,
     buffers: Sequence[np.ndarray],
     write: Callable[[bytes], object],
@@ -80,7 +80,7 @@ def encode(
     return changed, f"{checksum:08x}"
 
 
-def decode(frame: Range, nbytes: int, buffer: np.ndarray, where: str) -> Iterator[np.ndarray]:
+def decode(frame: FileRange, nbytes: int, buffer: np.ndarray, where: str) -> Iterator[np.ndarray]:
     """Yield the `nbytes` bytes of a frame in turn, in `buffer`.
 
     Raises `ChecksumError`, which begins with `where`, if it is not a frame of so many bytes.
@@ -102,7 +102,7 @@ def decode(frame: Range, nbytes: int, buffer: np.ndarray, where: str) -> Iterato
 class _Source:
     """Bytes of a file as what the library reads from."""
 
-    def __init__(self, frame: Range) -> None:
+    def __init__(self, frame: FileRange) -> None:
         self._frame, self._at = frame, 0
 
     def read(self, most: int) -> Any:

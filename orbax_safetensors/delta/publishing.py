@@ -22,7 +22,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums
 from orbax_safetensors.checkpoint.one_state import unless_changed
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.delta.frames import PIECE_BYTES, Range, encode, open_files, range_of, zstandard
+from orbax_safetensors.delta.frames import PIECE_BYTES, FileRange, encode, open_files, range_of, zstandard
 from orbax_safetensors.delta.hidden_directory import HiddenDirectory
 from orbax_safetensors.delta.version import (
     FRAME_DTYPE,
@@ -289,7 +289,7 @@ class _DeltaJob:
             if name == INDEX_NAME and find_small(self.store, place, MAX_HEADER_BYTES) != unfinished:
                 raise already_running_error(path)
             with contextlib.closing(LocalStore().open(os.path.join(directory, name))) as file:
-                source = Range(file, 0, file.stamp.nbytes)
+                source = FileRange(file, 0, file.stamp.nbytes)
                 object_path = posixpath.join(path, name)
                 with contextlib.closing(self.store.create(object_path, source.nbytes, PARTS, sync=True)) as new:
                     for number, piece in enumerate(source.pieces(buffer)):

@@ -36,7 +36,7 @@ class Cut(NamedTuple):
     begin: int
 
 
-class Places:
+class PieceIndex:
     """Where the pieces of a view are, as arrays: it may stack ten thousand tensors, and a box meet a few of them."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:

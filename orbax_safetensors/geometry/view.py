@@ -23,7 +23,7 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Op, Ops, Scale
-from orbax_safetensors.geometry.pieces import Cut, Piece, Places, cut
+from orbax_safetensors.geometry.pieces import Cut, Piece, PieceIndex, cut
 from orbax_safetensors.geometry.strided import (
     Copy,
     Modes,
@@ -68,7 +68,7 @@ class View:
     shape: tuple[int, ...]
     dtype: np.dtype
     pieces: tuple[Piece, ...]
-    _places: Places | None = field(default=None, init=False, repr=False, compare=False)
+    _piece_index: PieceIndex | None = field(default=None, init=False, repr=False, compare=False)
 
     @staticmethod
     def tensor(name: str, shape: Sequence[int], dtype: np.dtype) -> View:
@@ -299,11 +299,11 @@ class View:
                 for piece in self.pieces
                 for copy in cut(piece.offset, piece.dims, piece.start, box, shape)
             ]
-        if self._places is None:
-            self._places = Places(self.pieces)
+        if self._piece_index is None:
+            self._piece_index = PieceIndex(self.pieces)
         return [
             Cut(self.pieces[number].tensor, copy, self.pieces[number].ops, begin)
-            for number, begin, copies in self._places.cut(box, shape)
+            for number, begin, copies in self._piece_index.cut(box, shape)
             for copy in copies
         ]
 

@@ -25,7 +25,7 @@ from orbax_safetensors.orbax_store.index_note import read_note
 _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
 
 _lock = threading.Lock()
-_registered: dict[type, _Registered] = {}
+_registered: dict[type, _FallbackTypeHandler] = {}
 # Handlers by the names that checkpoints have for types. Several types share a name, and the handler added last has it.
 _named: dict[str, ocp.type_handlers.TypeHandler] = {}
 
@@ -61,7 +61,7 @@ def register(*families: Family | str, save: bool = False, variant: Mapping[str, 
     with _lock:
         for kind in _TYPES:
             if kind not in _registered:
-                handler = _Registered(kind, ocp.type_handlers.get_type_handler(kind))
+                handler = _FallbackTypeHandler(kind, ocp.type_handlers.get_type_handler(kind))
                 _registered[kind] = handler
                 _named.setdefault(handler.typestr(), ocp.type_handlers.get_type_handler(handler.typestr()))
                 _replace(kind, handler)
@@ -95,7 +95,7 @@ def _replace(kind: type, handler: ocp.type_handlers.TypeHandler) -> None:
     GLOBAL_TYPE_HANDLER_REGISTRY.add(kind, handler, override=True, ignore_warnings=True)
 
 
-class _Registered(ocp.type_handlers.TypeHandler):
+class _FallbackTypeHandler(ocp.type_handlers.TypeHandler):
     """Read leaves that are in safetensors files, and leave all others to the handler that was registered before."""
 
     def __init__(self, kind: type, previous: ocp.type_handlers.TypeHandler) -> None:

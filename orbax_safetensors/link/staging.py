@@ -59,8 +59,8 @@ def _check_names(directory: str, inside: Collection[str]) -> None:
     raise StorageError(f"{os.path.join(directory, in_the_way[0])}: already exists, and a link writes it; move it away")
 
 
-class _Staging(Workspace):
-    """What both have in common."""
+class _LinkWorkspace(Workspace):
+    """What `Staging` and `ObjectStaging` have in common."""
 
     kind, other = "link", "other files or with other arguments"
     # Of the new arrays: their database, and on an object store the mark that all of them are there.
@@ -81,7 +81,7 @@ class _Staging(Workspace):
                     remove(made / name)
 
 
-class Staging(_Staging):
+class Staging(_LinkWorkspace):
     """An unfinished link on a file system. One process calls the methods, except `has_made`."""
 
     def __init__(self, request: LinkRequest, digest: str) -> None:
@@ -199,7 +199,7 @@ class Staging(_Staging):
             os.rename(os.path.join(self.destination, name), os.path.join(self.path, name))
 
 
-class ObjectStaging(_Staging):
+class ObjectStaging(_LinkWorkspace):
     """An unfinished link on an object store."""
 
     _kept_of_made = (MANIFEST, DATA_DIRECTORY, FINISHED_FILE)

@@ -14,7 +14,7 @@ from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.geometry.encoding import Encoding, Order, Parameter, Role
-from orbax_safetensors.mapping.formats import EXPONENTS, Format, Layout
+from orbax_safetensors.mapping.formats import EXPONENTS, CodeLayout, Format
 from orbax_safetensors.mapping.quantization_config import Scheme, Settings
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 
@@ -50,13 +50,13 @@ def quantized(
     if 0 in tensor.found:
         raise MappingError(f"{codes!r}: expected codes of at least one element, found shape {tensor.found}")
     match row.layout:
-        case Layout.OUTPUTS | Layout.BLOCKS:
+        case CodeLayout.OUTPUTS | CodeLayout.BLOCKS:
             return tensor.outputs()
-        case Layout.INPUTS:
+        case CodeLayout.INPUTS:
             return tensor.inputs()
-        case Layout.INPUT_WORDS:
+        case CodeLayout.INPUT_WORDS:
             return tensor.input_words()
-        case Layout.FLAT:
+        case CodeLayout.FLAT:
             return tensor.flat()
 
 
@@ -82,7 +82,7 @@ class _Tensor:
     def outputs(self) -> Quantized:
         """Return the tensor, whose rows are outputs."""
         row, found = self.row, self.found
-        if row.layout is Layout.BLOCKS:
+        if row.layout is CodeLayout.BLOCKS:
             wanted = row.group * row.bits // 8  # type: ignore[operator]  # formats in blocks name both
             if len(found) < 4 or found[-1] != wanted:
                 raise MappingError(f"{self.codes!r}: expected shape (experts, rows, groups, {wanted}), found {found}")
@@ -126,7 +126,7 @@ class _Tensor:
                     parameters.append(Parameter(role, dtype, (1, 1), (kept[-2], columns)))
         encoding = self._encoding(shape, bits, values, parameters)
         axes = tuple(range(len(shape)))
-        if row.layout is Layout.BLOCKS:
+        if row.layout is CodeLayout.BLOCKS:
             axes = (*axes[:-2], axes[-1], axes[-2])
         kept = tuple(kept[axis] for axis in axes)
         return self._quantized(encoding, kept, shape, axes, kept)

@@ -43,15 +43,15 @@ LeafShapes = Mapping[str, tuple[int, ...] | None]
 Variant = Mapping[str, Any]
 
 
-class _Stored(NamedTuple):
+class _DescribeContext(NamedTuple):
     """What `tensor` and `stored_shapes` know of a checkpoint while `Family.describe` runs."""
 
     bind: Bind = lambda name, shape: View.tensor(name, shape, UNKNOWN)
     shapes: Shapes | None = None
 
 
-_NO_CHECKPOINT = _Stored()
-_stored: ContextVar[_Stored] = ContextVar("stored", default=_NO_CHECKPOINT)
+_NO_CHECKPOINT = _DescribeContext()
+_describe_context: ContextVar[_DescribeContext] = ContextVar("describe_context", default=_NO_CHECKPOINT)
 
 
 def tensor(name: str, shape: Sequence[int]) -> View:
@@ -66,7 +66,7 @@ def tensor(name: str, shape: Sequence[int]) -> View:
     """
     if not all(isinstance(size, int | np.integer) and 0 <= size < MOST_SIZE for size in shape):
         raise MappingError(f"{name!r} of shape {tuple(shape)!s:.200}: expected integers below 2**40")
-    stored = _stored.get()
+    stored = _describe_context.get()
     if not all(shape) and (stored.shapes or {}).get(name) != tuple(shape):
         raise MappingError(f"{name!r} of shape {tuple(shape)} has no elements")
     return stored.bind(name, tuple(shape))
@@ -85,7 +85,7 @@ def stored_shapes() -> Shapes:
     Names are those after `Family.renames`. Quantised tensors have the shape of their values, and what only quantised
     computation needs is left out. Raises `MappingError` without a checkpoint, as in a save without `like`.
     """
-    if (shapes := _stored.get().shapes) is None:
+    if (shapes := _describe_context.get().shapes) is None:
         raise MappingError(
             "the tree follows from the names and shapes of stored tensors, and there are none yet: a save takes them "
             "from a checkpoint, with like="
@@ -311,7 +311,7 @@ class Family:
                 )
             return bind(name, shape)
 
-        token = _stored.set(_Stored(bounded, stored))
+        token = _describe_context.set(_DescribeContext(bounded, stored))
         try:
             tree = self.tree(config, **variant)
         except KeyError as error:
@@ -322,7 +322,7 @@ class Family:
         except Exception as error:
             raise MappingError(f"{self.name}: no tree follows from this config.json: {error!r}") from error
         finally:
-            _stored.reset(token)
+            _describe_context.reset(token)
         if not isinstance(tree, Mapping):
             raise MappingError(f"{self.name}: expected a dict of views by dotted path, found {tree!r:.80}")
         for path, view in tree.items():

@@ -15,7 +15,7 @@ FLOATS = ("F32", "BF16", "F16")
 EXPONENTS = ("U8", "F8_E8M0")
 
 
-class Layout(Enum):
+class CodeLayout(Enum):
     """How the codes of a matrix of outputs and inputs are arranged."""
 
     OUTPUTS = auto()  # a row for each output, its inputs from the first word on
@@ -26,7 +26,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class ParameterFormat:
     """A parameter: the endings that its name may have in place of that of the codes, and the dtypes it may have."""
 
     role: Role
@@ -60,8 +60,8 @@ class Format:
     dtypes: tuple[str, ...]
     values: str
     bits: int | None
-    parameters: tuple[Stored, ...]
-    layout: Layout = Layout.OUTPUTS
+    parameters: tuple[ParameterFormat, ...]
+    layout: CodeLayout = CodeLayout.OUTPUTS
     order: Order = Order.LOW_FIRST
     facts: tuple[str, ...] = ()
     group: int | None = None
@@ -69,13 +69,13 @@ class Format:
     method: str | None = None
 
     @property
-    def scales(self) -> Stored:
+    def scales(self) -> ParameterFormat:
         """Return the parameter that every format has."""
         return self.parameters[0]
 
 
-_ZEROS = Stored(Role.ZERO, (".qzeros",), ("I32",))
-_SCALES = Stored(Role.SCALE, (".scales",), FLOATS)
+_ZEROS = ParameterFormat(Role.ZERO, (".qzeros",), ("I32",))
+_SCALES = ParameterFormat(Role.SCALE, (".scales",), FLOATS)
 _PACKED_FACTS = (".weight_shape",)
 _BITSANDBYTES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 
@@ -89,9 +89,9 @@ FORMATS = (
         "offset{bits}",
         None,
         (
-            Stored(Role.SCALE, (".weight_scale",), FLOATS),
-            Stored(Role.ZERO, (".weight_zero_point",), ("I32",), required=False),
-            Stored(Role.GROUP, (".weight_g_idx",), ("I32",), required=False),
+            ParameterFormat(Role.SCALE, (".weight_scale",), FLOATS),
+            ParameterFormat(Role.ZERO, (".weight_zero_point",), ("I32",), required=False),
+            ParameterFormat(Role.GROUP, (".weight_g_idx",), ("I32",), required=False),
         ),
         facts=_PACKED_FACTS,
     ),
@@ -103,8 +103,8 @@ FORMATS = (
         "F4",
         4,
         (
-            Stored(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
-            Stored(Role.DIVISOR, (".weight_global_scale",), ("F32",)),
+            ParameterFormat(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
+            ParameterFormat(Role.DIVISOR, (".weight_global_scale",), ("F32",)),
         ),
         facts=_PACKED_FACTS,
         group=16,
@@ -116,7 +116,7 @@ FORMATS = (
         ("U8",),
         "doubled F4",
         4,
-        (Stored(Role.SCALE, (".weight_scale",), ("U8",)),),
+        (ParameterFormat(Role.SCALE, (".weight_scale",), ("U8",)),),
         facts=_PACKED_FACTS,
         group=32,
     ),
@@ -128,7 +128,10 @@ FORMATS = (
         ("U8",),
         "F4",
         4,
-        (Stored(Role.SCALE, (".weight_scale",), ("F8_E4M3",)), Stored(Role.FACTOR, (".weight_scale_2",), ("F32",))),
+        (
+            ParameterFormat(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
+            ParameterFormat(Role.FACTOR, (".weight_scale_2",), ("F32",)),
+        ),
         group=16,
     ),
     Format(
@@ -138,10 +141,19 @@ FORMATS = (
         ("U8",),
         "doubled F4",
         4,
-        (Stored(Role.SCALE, (".weight_scale",), ("U8",)),),
+        (ParameterFormat(Role.SCALE, (".weight_scale",), ("U8",)),),
         group=32,
     ),
-    Format("MXFP4", ".weight", ".weight", ("I8",), "F4", 4, (Stored(Role.SCALE, (".scale",), ("F8_E8M0",)),), group=32),
+    Format(
+        "MXFP4",
+        ".weight",
+        ".weight",
+        ("I8",),
+        "F4",
+        4,
+        (ParameterFormat(Role.SCALE, (".scale",), ("F8_E8M0",)),),
+        group=32,
+    ),
     Format(
         "MXFP4",
         "_blocks",
@@ -149,8 +161,8 @@ FORMATS = (
         ("U8",),
         "doubled F4",
         4,
-        (Stored(Role.SCALE, ("_scales",), ("U8",)),),
-        Layout.BLOCKS,
+        (ParameterFormat(Role.SCALE, ("_scales",), ("U8",)),),
+        CodeLayout.BLOCKS,
         group=32,
     ),
     Format(
@@ -160,7 +172,7 @@ FORMATS = (
         ("F8_E4M3",),
         "F8_E4M3",
         8,
-        (Stored(Role.SCALE, ("_scale_inv", "_scale"), (*FLOATS, *EXPONENTS)),),
+        (ParameterFormat(Role.SCALE, ("_scale_inv", "_scale"), (*FLOATS, *EXPONENTS)),),
     ),
     Format(
         "fp8",
@@ -169,7 +181,7 @@ FORMATS = (
         ("F8_E4M3",),
         "F8_E4M3",
         8,
-        (Stored(Role.SCALE, (".scale", ".qscale_weight"), (*FLOATS, *EXPONENTS)),),
+        (ParameterFormat(Role.SCALE, (".scale", ".qscale_weight"), (*FLOATS, *EXPONENTS)),),
     ),
     Format(
         "AWQ",
@@ -179,7 +191,7 @@ FORMATS = (
         "unsigned4",
         4,
         (_SCALES, _ZEROS),
-        Layout.INPUTS,
+        CodeLayout.INPUTS,
         Order.EVEN_FIRST,
         method="awq",
     ),
@@ -190,8 +202,8 @@ FORMATS = (
         ("I32",),
         "unsigned{bits}",
         None,
-        (_SCALES, _ZEROS, Stored(Role.GROUP, (".g_idx",), ("I32",), required=False)),
-        Layout.INPUT_WORDS,
+        (_SCALES, _ZEROS, ParameterFormat(Role.GROUP, (".g_idx",), ("I32",), required=False)),
+        CodeLayout.INPUT_WORDS,
         method="gptq",
     ),
     # bitsandbytes.
@@ -203,12 +215,12 @@ FORMATS = (
         "F4",
         4,
         (
-            Stored(Role.SCALE, (".weight.absmax",), ("U8",)),
-            Stored(Role.VALUES, (".weight.quant_map",), ("F32",)),
-            Stored(Role.SCALE_VALUES, (".weight.nested_quant_map",), ("F32",)),
-            Stored(Role.FACTOR, (".weight.nested_absmax",), ("F32",)),
+            ParameterFormat(Role.SCALE, (".weight.absmax",), ("U8",)),
+            ParameterFormat(Role.VALUES, (".weight.quant_map",), ("F32",)),
+            ParameterFormat(Role.SCALE_VALUES, (".weight.nested_quant_map",), ("F32",)),
+            ParameterFormat(Role.FACTOR, (".weight.nested_absmax",), ("F32",)),
         ),
-        Layout.FLAT,
+        CodeLayout.FLAT,
         Order.HIGH_FIRST,
         tuple(f".weight{state}" for state in _BITSANDBYTES),
     ),
@@ -219,8 +231,11 @@ FORMATS = (
         ("U8",),
         "F4",
         4,
-        (Stored(Role.SCALE, (".weight.absmax",), ("F32",)), Stored(Role.VALUES, (".weight.quant_map",), ("F32",))),
-        Layout.FLAT,
+        (
+            ParameterFormat(Role.SCALE, (".weight.absmax",), ("F32",)),
+            ParameterFormat(Role.VALUES, (".weight.quant_map",), ("F32",)),
+        ),
+        CodeLayout.FLAT,
         Order.HIGH_FIRST,
         tuple(f".weight{state}" for state in _BITSANDBYTES),
     ),
@@ -231,7 +246,7 @@ FORMATS = (
         ("I8",),
         "int8",
         8,
-        (Stored(Role.SCALE, (".SCB",), ("F32",)),),
+        (ParameterFormat(Role.SCALE, (".SCB",), ("F32",)),),
         facts=(".weight_format",),
         final=1 / 127,
     ),

@@ -15,7 +15,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.encoding import Role
 from orbax_safetensors.mapping.encodings import Read, StoredTypes, ended
 from orbax_safetensors.mapping.encodings import quantized as encoded
-from orbax_safetensors.mapping.formats import FORMATS, Format, Layout
+from orbax_safetensors.mapping.formats import FORMATS, CodeLayout, Format
 from orbax_safetensors.mapping.quantization_config import Settings, settings_of
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 from orbax_safetensors.mapping.unknown_codes import COUNTS, INTEGER_CODES, is_known, looks_coded, pairs, refusal
@@ -144,7 +144,7 @@ def _is_meant(row: Format, settings: Settings, codes: str, names: Mapping[Role, 
     if settings.method in ("awq", "gptq"):
         return settings.method == row.method
     outputs_in_words = stored[codes][0][-1:] != stored[names[Role.SCALE]][0][-1:]
-    return outputs_in_words == (row.layout is Layout.INPUTS)
+    return outputs_in_words == (row.layout is CodeLayout.INPUTS)
 
 
 def _check_plain(name: str, stored: StoredTypes) -> None:

@@ -18,13 +18,13 @@ IDENTITY = Family("identity", (), dict)
 _lock = threading.Lock()
 
 
-class _Registered(NamedTuple):
+class _RegisteredFamily(NamedTuple):
     family: Family  # the family of this name
     chosen: Family  # the same with the registered switches, for checkpoints of its architectures
 
 
 # By name. Replaced and never changed, as other threads may be reading it.
-_registered: Mapping[str, _Registered] = {}
+_registered: Mapping[str, _RegisteredFamily] = {}
 
 
 def register(families: Iterable[Family | str], variant: Variant | None = None) -> None:
@@ -36,7 +36,7 @@ def register(families: Iterable[Family | str], variant: Variant | None = None) -
     """
     global _registered
     variant = switches_of(variant)
-    added: dict[str, _Registered] = {}
+    added: dict[str, _RegisteredFamily] = {}
     for requested in families:
         matches = [requested] if isinstance(requested, Family) else _by_name(requested, _known())
         errors: list[MappingError] = []
@@ -48,7 +48,7 @@ def register(families: Iterable[Family | str], variant: Variant | None = None) -
         if len(errors) == len(matches):
             raise errors[0]
         for family in matches:
-            added[family.name] = _Registered(family, replace(family, variant={**family.variant, **variant}))
+            added[family.name] = _RegisteredFamily(family, replace(family, variant={**family.variant, **variant}))
     with _lock:
         _registered = {**_registered, **added}
 

@@ -164,7 +164,7 @@ def _step(where: str, numbers: Any) -> Step:
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _TableLeaf:
     """A leaf of the tree: `source` is a stored name or what a message says instead."""
 
     view: View
@@ -172,9 +172,9 @@ class _Leaf:
     source: str
 
 
-def _from_rows(rows: Sequence[_Row], unused: Sequence[re.Pattern[str]]) -> tuple[dict[str, _Leaf], set[str]]:
+def _from_rows(rows: Sequence[_Row], unused: Sequence[re.Pattern[str]]) -> tuple[dict[str, _TableLeaf], set[str]]:
     """Return the leaves that the rows make of the stored tensors, by path, and the tensors that make several."""
-    leaves: dict[str, _Leaf] = {}
+    leaves: dict[str, _TableLeaf] = {}
     shared: set[str] = set()
     for name, shape in stored_shapes().items():
         matches = [row for row in rows if row.pattern.match(name)]
@@ -190,11 +190,11 @@ def _from_rows(rows: Sequence[_Row], unused: Sequence[re.Pattern[str]]) -> tuple
                 raise MappingError(
                     f"{path!r} has two tensors, {leaves[path].source!r} and {name!r}; `stack` makes one leaf"
                 )
-            leaves[path] = _Leaf(row.apply(tensor(name, shape)), row.number, name)
+            leaves[path] = _TableLeaf(row.apply(tensor(name, shape)), row.number, name)
     return leaves, shared
 
 
-def _stacked(row: _Row, leaves: Mapping[str, _Leaf]) -> dict[str, _Leaf]:
+def _stacked(row: _Row, leaves: Mapping[str, _TableLeaf]) -> dict[str, _TableLeaf]:
     """Return `leaves` with those that the row is for in stacks."""
     members: dict[str, list[str]] = {}
     for path in leaves:
@@ -207,10 +207,10 @@ def _stacked(row: _Row, leaves: Mapping[str, _Leaf]) -> dict[str, _Leaf]:
     kept = {path: leaf for path, leaf in leaves.items() if path not in joined}
     if both := [path for path in stacks if path in kept]:
         raise MappingError(f"stack: {both[0]!r} is a leaf already, of {kept[both[0]].source!r}")
-    return kept | {path: _Leaf(row.apply(leaf.view), leaf.row, leaf.source) for path, leaf in stacks.items()}
+    return kept | {path: _TableLeaf(row.apply(leaf.view), leaf.row, leaf.source) for path, leaf in stacks.items()}
 
 
-def _stack(path: str, members: Sequence[str], leaves: Mapping[str, _Leaf]) -> _Leaf:
+def _stack(path: str, members: Sequence[str], leaves: Mapping[str, _TableLeaf]) -> _TableLeaf:
     """Return the stack of the leaves at `members`, by the number in which these differ, or else by row of the table."""
     parts = {member: _NUMBERS.split(member) for member in members}  # texts, and numbers at odd positions
     first = parts[members[0]]
@@ -231,6 +231,6 @@ def _stack(path: str, members: Sequence[str], leaves: Mapping[str, _Leaf]) -> _L
             )
         order = [rows[number] for number in sorted(rows)]
     top = leaves[order[0]]
-    return _Leaf(
+    return _TableLeaf(
         View.stack([leaves[member].view for member in order]), top.row, f"a stack of {top.source!r} and others"
     )

@@ -14,7 +14,7 @@ import numpy as np
 from orbax_safetensors.geometry.addresses import Chunks, chunks_in_place
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store.leaf import SCALAR, OrbaxLeaf
-from orbax_safetensors.orbax_store.ocdbt import Entry, Range
+from orbax_safetensors.orbax_store.ocdbt import DataReference, Entry
 from orbax_safetensors.transfer.plan import Location
 
 # A key is the name of an array and the position of a chunk, and has 65,535 bytes at most.
@@ -78,7 +78,7 @@ def array_entries(
             at = stored.begin + place.offsets * leaf.dtype.itemsize
             grid = product(*(range(first, first + size) for first, size in zip(place.first, at.shape, strict=True)))
             for index, offset in zip(grid, at.reshape(-1).tolist(), strict=True):
-                yield _chunk_key(name, index, zarr3=zarr3), Range(files[stored.file], offset, nbytes)
+                yield _chunk_key(name, index, zarr3=zarr3), DataReference(files[stored.file], offset, nbytes)
 
 
 def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:

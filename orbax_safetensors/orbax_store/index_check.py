@@ -16,7 +16,7 @@ from etils import epath
 from orbax_safetensors.errors import IndexFileError, storage_errors
 from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX
 from orbax_safetensors.orbax_store.directories import absolute, kvstore, size
-from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
+from orbax_safetensors.orbax_store.ocdbt import MANIFEST, DataReference
 
 # Where a value lies, as `ts.ocdbt.dump` writes it: both parts of the path as in a URL, offset and length. The first
 # part is the directory of another database that this one was merged from, if it was.
@@ -78,7 +78,7 @@ def index_faults(
     return faults
 
 
-def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
+def _ranges(directory: str) -> Iterator[tuple[str, DataReference]]:
     """Yield the values of the database that are ranges of files, with their keys."""
     where = f"{directory}/{MANIFEST}"
     with storage_errors(where):
@@ -92,4 +92,7 @@ def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
                     nodes.append(entry["location"])
                 elif location := _LOCATION.fullmatch(entry.get("indirect_value", "")):
                     file = os.fsdecode(unquote_to_bytes(location[1] + location[2]))
-                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(location[3]), int(location[4]))
+                    yield (
+                        entry["key"].decode(errors="surrogateescape"),
+                        DataReference(file, int(location[3]), int(location[4])),
+                    )

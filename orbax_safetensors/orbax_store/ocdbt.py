@@ -57,7 +57,7 @@ _NODE_BYTES = 2**18
 _ENTRY_BYTES = 32  # about what an entry has besides its key and an inline value
 
 
-class Range(NamedTuple):
+class DataReference(NamedTuple):
     """Bytes `[offset, offset + length)` of a file, whose path is relative to the database's directory."""
 
     file: str
@@ -65,7 +65,7 @@ class Range(NamedTuple):
     length: int
 
 
-Entry = tuple[bytes, bytes | Range]
+Entry = tuple[bytes, bytes | DataReference]
 
 
 class _Node(NamedTuple):
@@ -99,7 +99,7 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
 
     nodes = []
     for leaf in _parts(entries, lambda entry: len(entry[0]) + _inline_bytes(entry[1]) + _ENTRY_BYTES):
-        ranges = [value.length for _, value in leaf if isinstance(value, Range)]
+        ranges = [value.length for _, value in leaf if isinstance(value, DataReference)]
         nodes.append(add(leaf[0][0], _leaf(leaf), 0, len(leaf), 0, sum(ranges)))
     while len(nodes) > 1:
         nodes = [
@@ -142,8 +142,8 @@ def merge(databases: Sequence[str], root: str) -> None:
         results([(MANIFEST, transaction.future)], root)
 
 
-def _inline_bytes(value: bytes | Range) -> int:
-    return 0 if isinstance(value, Range) else len(value)
+def _inline_bytes(value: bytes | DataReference) -> int:
+    return 0 if isinstance(value, DataReference) else len(value)
 
 
 def _parts(items: Sequence[_T], size: Callable[[_T], int]) -> list[Sequence[_T]]:
@@ -159,18 +159,18 @@ def _parts(items: Sequence[_T], size: Callable[[_T], int]) -> list[Sequence[_T]]
 
 
 def _leaf(entries: Sequence[Entry]) -> bytes:
-    ranges = [value for _, value in entries if isinstance(value, Range)]
+    ranges = [value for _, value in entries if isinstance(value, DataReference)]
     numbers = {file: number for number, file in enumerate(sorted({value.file for value in ranges}))}
     return b"".join(
         (
             _file_table(list(numbers)),
             _integers([len(entries)]),
             *_prefixed([key for key, _ in entries]),
-            _integers([value.length if isinstance(value, Range) else len(value) for _, value in entries]),
-            bytes(_RANGE if isinstance(value, Range) else _INLINE for _, value in entries),
+            _integers([value.length if isinstance(value, DataReference) else len(value) for _, value in entries]),
+            bytes(_RANGE if isinstance(value, DataReference) else _INLINE for _, value in entries),
             _integers([numbers[value.file] for value in ranges]),
             _integers([value.offset for value in ranges]),
-            *(value for _, value in entries if not isinstance(value, Range)),
+            *(value for _, value in entries if not isinstance(value, DataReference)),
         )
     )
 

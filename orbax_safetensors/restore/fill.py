@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import Comparison
+from orbax_safetensors.checkpoint.checksums import RestoreChecksums
 from orbax_safetensors.devices.arrays import assemble, fetches_pinned, pinned_arena, wait
 from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.growing import Growing
@@ -175,7 +175,7 @@ def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -
 
 @contextlib.contextmanager
 def filling(
-    checkpoint: Checkpoint, targets: Sequence[Target], comparison: Comparison | None, options: SafetensorsOptions
+    checkpoint: Checkpoint, targets: Sequence[Target], checksums: RestoreChecksums | None, options: SafetensorsOptions
 ) -> Iterator[Filling]:
     """Yield a restore of `targets` from `checkpoint`, which opens files when it needs them, and checks them in the end.
 
@@ -189,7 +189,7 @@ def filling(
         raise SafetensorsError(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
-    sums = None if comparison is None else comparison.sums
+    sums = None if checksums is None else checksums.sums
     with no_mesh(), passing(options.progress, "load") as progress:
         meter = None if progress is None else Meter(progress, nbytes)
         under_way = Filling(checkpoint, options, sums, meter, _pinned(alike))
@@ -200,8 +200,8 @@ def filling(
                 # No device reads host memory any more, whether the restore went well or not.
                 under_way.in_flight.settle()
             under_way.check()
-            if comparison is not None:
-                comparison.check()
+            if checksums is not None:
+                checksums.check()
             if meter is not None:
                 meter.end()
     counters = sources.reader.counters

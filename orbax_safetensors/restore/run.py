@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import Comparison
+from orbax_safetensors.checkpoint.checksums import RestoreChecksums
 from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant, with_variant
 from orbax_safetensors.checkpoint.one_state import of_one_state, unless_changed
 from orbax_safetensors.checkpoint.quantized import check_casts
@@ -50,9 +50,9 @@ def restore(request: RestoreRequest) -> Any:
         prepared = of_one_state(request.path, "opened", prepare)
     else:
         prepared = all_or_none(key, prepare, timeout_secs=options.join_timeout_secs)
-    checkpoint, matched, comparison = prepared
+    checkpoint, matched, checksums = prepared
     targets = matched.targets
-    with unless_changed(checkpoint), filling(checkpoint, targets, comparison, options) as under_way:
+    with unless_changed(checkpoint), filling(checkpoint, targets, checksums, options) as under_way:
         if any(target.broadcast for target in targets):
             return matched.tree(replicas.fill(under_way, targets))
         return matched.tree(under_way.fill(targets))
@@ -63,7 +63,7 @@ class _Prepared(NamedTuple):
 
     checkpoint: Checkpoint
     matched: Matched
-    comparison: Comparison | None
+    checksums: RestoreChecksums | None
 
 
 def _prepared(request: RestoreRequest, key: str | None) -> _Prepared:
@@ -75,8 +75,8 @@ def _prepared(request: RestoreRequest, key: str | None) -> _Prepared:
     with unless_changed(stored), no_collection():
         checkpoint, matched = match_through_family(request, stored)
         matched = placed(matched, checkpoint.path)
-        comparison = Comparison(checkpoint, partial=request.leaves_out) if options.checksums else None
-        return _Prepared(checkpoint, matched, comparison)
+        checksums = RestoreChecksums(checkpoint, partial=request.leaves_out) if options.checksums else None
+        return _Prepared(checkpoint, matched, checksums)
 
 
 def match_through_family(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:

@@ -15,7 +15,7 @@ from obstore import Bytes
 from orbax_safetensors.errors import MissingError
 from orbax_safetensors.storage.event_loop import Requests
 from orbax_safetensors.storage.http_options import HttpOptions
-from orbax_safetensors.storage.hub_api import Contents, HubApi, cached_copy
+from orbax_safetensors.storage.hub_api import Commit, HubApi, cached_copy
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
 from orbax_safetensors.storage.links import FileLink, Links, link_to
 from orbax_safetensors.storage.local import LocalFile
@@ -32,9 +32,9 @@ def hub_store(url: str, api: HubApi, http: HttpOptions) -> tuple[HubStore, str]:
     Raises `StorageError` if the Hub does not tell.
     """
     named = HubPath.parse(url)
-    asking = http.retries.run(url, "asking the Hub", lambda: api.contents(named))
-    contents = Requests().run(f"{url}: asking the Hub", asking)
-    store = HubStore(api, contents, http)
+    asking = http.retries.run(url, "asking the Hub", lambda: api.commit(named))
+    commit = Requests().run(f"{url}: asking the Hub", asking)
+    store = HubStore(api, commit, http)
     return store, f"{store.root}/{named.path}".rstrip("/")
 
 
@@ -57,11 +57,11 @@ class CachedFile(LocalFile):
 class HubStore(ServerStore):
     """The files of one commit; see `store.Store`. A path is an `hf://` URL with the commit as its revision."""
 
-    def __init__(self, api: HubApi, contents: Contents, http: HttpOptions) -> None:
+    def __init__(self, api: HubApi, commit: Commit, http: HttpOptions) -> None:
         """Follow links as `http` says."""
-        super().__init__(f"hf://{contents.repository}@{contents.commit}", http.retries)
+        super().__init__(f"hf://{commit.repository}@{commit.sha}", http.retries)
         self._api = api
-        self._contents = contents
+        self._commit = commit
         self._http = http
         self._links = Links()
 
@@ -69,19 +69,19 @@ class HubStore(ServerStore):
         """Return the names in a directory of the repository, sorted, without states; None if there is none."""
         key = self._key(path)
         prefix = f"{key}/" if key else ""
-        names = {file[len(prefix) :].partition("/")[0] for file in self._contents.files if file.startswith(prefix)}
+        names = {file[len(prefix) :].partition("/")[0] for file in self._commit.files if file.startswith(prefix)}
         return dict.fromkeys(sorted(names)) if names or not key else None
 
     def open(self, path: str, stamp: Stamp | None = None) -> File:
-        """Open a file of the cache, or with two requests, for the place and the first bytes.
+        """Open a file of the cache, or with two requests, for the address and the first bytes.
 
         No request is made if the file's state is known.
         """
         key = self._key(path)
-        if key not in self._contents.files:
+        if key not in self._commit.files:
             raise MissingError(f"{path}: cannot be opened: there is no such file in the repository")
-        if (copy := cached_copy(self._contents, key)) is not None:
-            file = CachedFile(copy, self._contents.commit)
+        if (copy := cached_copy(self._commit, key)) is not None:
+            file = CachedFile(copy, self._commit.sha)
             try:
                 file.check(stamp or file.stamp)
             except BaseException:
@@ -95,18 +95,18 @@ class HubStore(ServerStore):
 
     def find(self, path: str) -> File | None:
         """Return `open`, or None if there is no such file."""
-        return self.open(path) if self._key(path) in self._contents.files else None
+        return self.open(path) if self._key(path) in self._commit.files else None
 
     def sha256(self, path: str) -> str | None:
         """Return the digest of a large file, from the cache if a copy of the file is there, or from the Hub."""
         key = self._key(path)
-        if (copy := cached_copy(self._contents, key)) is not None:
+        if (copy := cached_copy(self._commit, key)) is not None:
             return downloaded_sha256(copy)
-        return self._run(path, "asking the Hub", lambda: self._api.place(self._contents, key)).sha256
+        return self._run(path, "asking the Hub", lambda: self._api.address(self._commit, key)).sha256
 
     async def _opened(self, path: str, key: str) -> tuple[Stamp, Bytes]:
         """Return a file's state and first bytes."""
-        stamp, link = await self._place(path, key)
+        stamp, link = await self._file_link(path, key)
         self._links.keep(key, link)
         if not stamp.nbytes:  # no range of it could be had
             return stamp, Bytes()
@@ -116,7 +116,7 @@ class HubStore(ServerStore):
         key = self._key(path)
 
         async def find() -> FileLink:
-            now, link = await self._place(path, key)
+            now, link = await self._file_link(path, key)
             if now != stamp:
                 raise changed(path, stamp, f"{now.nbytes} bytes of version {now.version}")
             return link
@@ -134,19 +134,19 @@ class HubStore(ServerStore):
             path, f"reading {nbytes} bytes at offset {offset}", lambda: self._links.use(key, find, ranged)
         )
 
-    async def _place(self, path: str, key: str) -> tuple[Stamp, FileLink]:
+    async def _file_link(self, path: str, key: str) -> tuple[Stamp, FileLink]:
         """Ask the Hub for a file: for its state, and a link to it."""
 
         async def attempt() -> tuple[Stamp, FileLink]:
-            place = await self._api.place(self._contents, key)
+            address = await self._api.address(self._commit, key)
             # Headers are for the Hub: neither they nor the token go to where it sends us.
-            if place.headers:
-                options = {**self._http.client, "default_headers": place.headers}
+            if address.headers:
+                options = {**self._http.client, "default_headers": address.headers}
                 client = Client("the Hub", replace(self._http, client=options))
-                link = link_within("the Hub", place.url, client)
+                link = link_within("the Hub", address.url, client)
             else:
-                link = link_to("the Hub", place.url, self._http.client)
+                link = link_to("the Hub", address.url, self._http.client)
             # The commit fixes the content, whether it comes from the Hub or from a cache.
-            return Stamp(place.nbytes, self._contents.commit), link
+            return Stamp(address.nbytes, self._commit.sha), link
 
         return await self.retries.run(path, "asking the Hub", attempt)

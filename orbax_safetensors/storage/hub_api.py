@@ -46,11 +46,11 @@ _CHECKPOINT_FILES = ["*.safetensors", "*.json"]
 
 
 @dataclass(frozen=True)
-class Contents:
+class Commit:
     """A commit of a repository: the name that the Hub has for the repository, the commit's hash, its files."""
 
     repository: str
-    commit: str
+    sha: str
     files: frozenset[str]
 
 
@@ -86,7 +86,7 @@ class HubApi:
         self._program = http.client.get("user_agent", "orbax-safetensors")
         self._api = HfApi(endpoint=endpoint, token=False, user_agent=self._program, headers=self._headers)
 
-    async def contents(self, named: HubPath) -> Contents:
+    async def commit(self, named: HubPath) -> Commit:
         """Return the commit that a revision stands for now; in offline mode, that which it stands for in the cache."""
         try:
             info = await self._ask(
@@ -95,27 +95,27 @@ class HubApi:
                 lambda: self._api.model_info(named.repository, revision=named.revision, timeout=self._timeout),
             )
         except OfflineModeIsEnabled:
-            return _cached_contents(named)
-        name, commit, siblings = info.id, info.sha or "", info.siblings
+            return _cached_commit(named)
+        name, sha, siblings = info.id, info.sha or "", info.siblings
         files = frozenset(sibling.rfilename for sibling in siblings or ())
-        if siblings is None or not all(isinstance(text, str) for text in (name, commit, *files)):
+        if siblings is None or not all(isinstance(text, str) for text in (name, sha, *files)):
             raise _not_understood()
-        if not (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and re.fullmatch("[0-9a-f]+", commit)):
+        if not (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and re.fullmatch("[0-9a-f]+", sha)):
             raise _not_understood()
-        return Contents(name, commit, files)
+        return Commit(name, sha, files)
 
-    async def place(self, contents: Contents, file: str) -> FileAddress:
+    async def address(self, commit: Commit, file: str) -> FileAddress:
         """Return where a file of a commit is now."""
-        repository, commit = contents.repository, contents.commit
-        url = hf_hub_url(repository, file, revision=commit, endpoint=self._endpoint)
+        repository, sha = commit.repository, commit.sha
+        url = hf_hub_url(repository, file, revision=sha, endpoint=self._endpoint)
         metadata = await self._ask(
             repository,
-            commit,
+            sha,
             lambda: get_hf_file_metadata(
                 url, token=False, headers=self._headers, user_agent=self._program, timeout=self._timeout
             ),
         )
-        if metadata.commit_hash not in (None, commit):
+        if metadata.commit_hash not in (None, sha):
             raise WrongAnswerError(f"the Hub gave the file as of commit {metadata.commit_hash}")
         of_the_hub = False
         with contextlib.suppress(ValueError):  # of a link that cannot be used, as its user will say
@@ -178,16 +178,16 @@ class HubApi:
         return re.sub(r"\?\S+", "?...", " ".join(text.split()))[:300]
 
 
-def cached_copy(contents: Contents, file: str) -> str | None:
+def cached_copy(commit: Commit, file: str) -> str | None:
     """Return where the user's cache has a file of a commit; None if it has none."""
     try:
-        copy = try_to_load_from_cache(contents.repository, file, revision=contents.commit)
+        copy = try_to_load_from_cache(commit.repository, file, revision=commit.sha)
     except OSError:  # a cache that this user may not read
         return None
     return copy if isinstance(copy, str) else None
 
 
-def _cached_contents(named: HubPath) -> Contents:
+def _cached_commit(named: HubPath) -> Commit:
     try:
         root = snapshot_download(
             named.repository, revision=named.revision, local_files_only=True, allow_patterns=_CHECKPOINT_FILES
@@ -200,7 +200,7 @@ def _cached_contents(named: HubPath) -> Contents:
             for directory, _, names in os.walk(root)
             for name in names
         )
-        return Contents(named.repository, os.path.basename(root), files)
+        return Commit(named.repository, os.path.basename(root), files)
     raise StorageError(
         f"hf://{named.repository}@{named.revision}: is not, or not all of it, in the cache, and HF_HUB_OFFLINE is set: "
         f"{constants.HF_HUB_CACHE}"

@@ -26,13 +26,13 @@ def instead(path: str, names: Iterable[str]) -> str:
     names = sorted(names)
     if advice := _in_hub_cache(path, names):
         return f"; {advice}"
-    places = _Places()
-    _search(path, names, _DEPTH, places)
-    if places.files:
-        one = "pass" if len(places.files) == 1 else "pass one of these:"
-        return f"; {one} {', '.join(places.files[:_SHOWN])}{', ...' if len(places.files) > _SHOWN else ''}"
-    if places.orbax:
-        where = "it" if places.orbax[0] == path else places.orbax[0]
+    found = _FoundCheckpoints()
+    _search(path, names, _DEPTH, found)
+    if found.files:
+        one = "pass" if len(found.files) == 1 else "pass one of these:"
+        return f"; {one} {', '.join(found.files[:_SHOWN])}{', ...' if len(found.files) > _SHOWN else ''}"
+    if found.orbax:
+        where = "it" if found.orbax[0] == path else found.orbax[0]
         return (
             f"; {where} is a checkpoint of Orbax, which Orbax restores, and of which "
             f"`orbax-safetensors convert {path} NEW --to safetensors` makes files"
@@ -52,7 +52,7 @@ def similar(path: str) -> str:
     return f" (nearest: {os.path.join(directory, nearest[0])})" if nearest else ""
 
 
-class _Places:
+class _FoundCheckpoints:
     """Directories with safetensors files, and items of Orbax; of steps, the latest alone."""
 
     def __init__(self) -> None:
@@ -61,22 +61,22 @@ class _Places:
         self.left = _DIRECTORIES
 
 
-def _search(path: str, names: list[str], depth: int, places: _Places) -> None:
+def _search(path: str, names: list[str], depth: int, found: _FoundCheckpoints) -> None:
     """Add what is in a directory with these names, or below it."""
     if any(name.endswith(".safetensors") for name in names):
-        places.files.append(path)
+        found.files.append(path)
         return
     if _ORBAX_TREE in names:
-        places.orbax.append(path)
+        found.orbax.append(path)
         return
     for name in sorted(names, key=_by_step) if depth else ():
         below = os.path.join(path, name)
-        if name.startswith(".") or places.left == 0 or not os.path.isdir(below):
+        if name.startswith(".") or found.left == 0 or not os.path.isdir(below):
             continue
-        places.left -= 1
-        found = len(places.files) + len(places.orbax)
-        _search(below, _names(below), depth - 1, places)
-        if len(places.files) + len(places.orbax) > found and _NUMBERED.fullmatch(name):
+        found.left -= 1
+        before = len(found.files) + len(found.orbax)
+        _search(below, _names(below), depth - 1, found)
+        if len(found.files) + len(found.orbax) > before and _NUMBERED.fullmatch(name):
             return
 
 

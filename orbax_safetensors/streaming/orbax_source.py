@@ -24,7 +24,7 @@ from orbax_safetensors.transfer.engine import Counters
 _MOST_DECODED = 2**18
 _SMALL = 2**34
 
-Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
+ItemArray = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
 
 
 class OrbaxSource:
@@ -33,7 +33,7 @@ class OrbaxSource:
     decoded = True
 
     def __init__(
-        self, checkpoint: OrbaxCheckpoint | OrbaxStep, stored: Mapping[str, Stored], memory_bytes: int
+        self, checkpoint: OrbaxCheckpoint | OrbaxStep, stored: Mapping[str, ItemArray], memory_bytes: int
     ) -> None:
         """Take leaves: `stored` has the array of each. `check` looks at all files of `checkpoint`.
 

@@ -52,11 +52,11 @@ class TileJob:
             left = [unit for unit in range(len(sink.units)) if not sink.has(unit)]
             early, last = self._share_of(left)
             sink.expect([*early, *last])
-            moved = _Moved(progress, sum(map(self._nbytes, (*early, *last))), sink)
+            moved = _ConversionProgress(progress, sum(map(self._nbytes, (*early, *last))), sink)
             self._move(early, moved)
             sink.commit(lambda: self._move(last, moved) if last else None)
 
-    def _move(self, units: Sequence[int], moved: _Moved) -> None:
+    def _move(self, units: Sequence[int], moved: _ConversionProgress) -> None:
         """Move units. A batch is read while up to `Sink.writers` batches are written, each by a thread.
 
         With two, one batch is encoded or copied while another waits for the disk.
@@ -119,7 +119,7 @@ class TileJob:
         return early, [unit for unit in units if unit == last and process == 0]
 
 
-class _Moved:
+class _ConversionProgress:
     """Tells `progress` of each batch that is written, and of a long one also while it is read and written.
 
     Until then, a byte counts half when it is read, and half when it is written.

@@ -69,12 +69,12 @@ def decode(
     codes. The interpreter lock is free most of the time. Raises `TensorMismatchError`, which does not know the tensor's
     name, if a group index selects a group that there is not.
     """
-    held = {
-        parameter.role: _held(encoding, parameter, area, patch, stored)
+    by_role = {
+        parameter.role: _parameter_entries(encoding, parameter, area, patch, stored)
         for parameter, (patch, stored) in zip(encoding.parameters, parameters, strict=True)
     }
-    if Role.GROUP in held:
-        _check_groups(encoding, area, held)
+    if Role.GROUP in by_role:
+        _check_groups(encoding, area, by_role)
     if encoding.word_added:
         codes = (codes.view("<u4") + np.uint32(encoding.word_added)).view(np.uint8)
     if encoding.order is Order.EVEN_FIRST:
@@ -83,19 +83,19 @@ def decode(
     fields, width = encoding.rows_in_word, area.width // encoding.rows_in_word
     step = max(_CHUNK // codes.shape[1], 1)
     parts = [slice(first, first + step) for first in range(0, len(area.rows), step)]
-    tables = _tables(encoding, held, codes.size, out.dtype)
+    tables = _tables(encoding, by_role, codes.size, out.dtype)
     if tables is not None:
         for part in parts:
-            _look_up(*tables, held[Role.SCALE], codes[part], part, out[part])
+            _look_up(*tables, by_role[Role.SCALE], codes[part], part, out[part])
         return
     values = _values(encoding)
-    if Role.VALUES in held:
-        values = _of_bytes(held[Role.VALUES].entries.reshape(-1), encoding.bits, encoding.order)
-    terms = [(operation, held[role]) for role, operation in _SECOND.items() if role in held]
-    if Role.SCALE in held:
-        terms = [(np.multiply, _scales(encoding, held))]
-    if Role.ZERO in held:
-        terms.insert(0, (np.subtract, held[Role.ZERO]))
+    if Role.VALUES in by_role:
+        values = _of_bytes(by_role[Role.VALUES].entries.reshape(-1), encoding.bits, encoding.order)
+    terms = [(operation, by_role[role]) for role, operation in _SECOND.items() if role in by_role]
+    if Role.SCALE in by_role:
+        terms = [(np.multiply, _scales(encoding, by_role))]
+    if Role.ZERO in by_role:
+        terms.insert(0, (np.subtract, by_role[Role.ZERO]))
     buffer = np.empty((min(step, len(area.rows)) * fields, width), np.float32)
     for part in parts:
         count = len(area.rows[part])
@@ -106,7 +106,7 @@ def decode(
             np.take(values, codes[part], out=elements.view(values.dtype), mode="clip")
         with np.errstate(all="ignore"):
             for operation, term in terms:
-                _apply(operation, elements, term, held.get(Role.GROUP), part, fields)
+                _apply(operation, elements, term, by_role.get(Role.GROUP), part, fields)
             if encoding.final != 1:
                 np.multiply(elements, np.float32(encoding.final), out=elements)
             into = out[part].reshape((count, fields, width) if apart else (count, width, fields))
@@ -114,7 +114,7 @@ def decode(
             np.copyto(into, fields_first if apart else fields_first.swapaxes(1, 2), casting="unsafe")
 
 
-class _Held(NamedTuple):
+class _ParameterEntries(NamedTuple):
     """Entries of a parameter, and which of them is for which element of an area.
 
     `rows` has the row of `entries` for each row of the area, `columns` the column for each `width` elements of a row;
@@ -128,7 +128,9 @@ class _Held(NamedTuple):
     width: int
 
 
-def _held(encoding: Encoding, parameter: Parameter, area: Area, patch: Patch, stored: np.ndarray) -> _Held:
+def _parameter_entries(
+    encoding: Encoding, parameter: Parameter, area: Area, patch: Patch, stored: np.ndarray
+) -> _ParameterEntries:
     """Return the entries of a parameter for an area."""
     dtype = parameter.dtype.numpy if not parameter.bits else np.dtype("<u4")
     assert dtype is not None, parameter
@@ -148,31 +150,31 @@ def _held(encoding: Encoding, parameter: Parameter, area: Area, patch: Patch, st
         rows = rows * down + entry_rows % down if down > 1 else rows
     entries = _entries(parameter, words)
     if not parameter.block[1]:
-        return _Held(parameter.dtype, entries, rows, None, 1)
+        return _ParameterEntries(parameter.dtype, entries, rows, None, 1)
     columns, width = area.block_columns(parameter.block[1])
     columns = np.minimum(columns, parameter.grid[1] - 1)  # of elements that fill the last word of a row
-    return _Held(parameter.dtype, entries, rows, columns - low * across, width // encoding.rows_in_word)
+    return _ParameterEntries(parameter.dtype, entries, rows, columns - low * across, width // encoding.rows_in_word)
 
 
-def _check_groups(encoding: Encoding, area: Area, held: dict[Role, _Held]) -> None:
+def _check_groups(encoding: Encoding, area: Area, by_role: dict[Role, _ParameterEntries]) -> None:
     """Raise `TensorMismatchError` if a group index selects a group that there is not.
 
     An index of -1 everywhere selects none: groups are then in the order of the columns. An index that is not needed,
     because the config says that groups are in the order of the inputs, has to be in this order.
     """
-    index = held[Role.GROUP].entries
-    for role in {Role.SCALE, Role.ZERO} & held.keys():
-        term = held[role]
+    index = by_role[Role.GROUP].entries
+    for role in {Role.SCALE, Role.ZERO} & by_role.keys():
+        term = by_role[role]
         if term.rows is not None and term.columns is not None:  # nothing is selected, so the index has to say the same
             height = next(each.block[0] for each in encoding.parameters if each.role is role)
-            if (index[held[Role.GROUP].rows] != (area.rows // height)[:, None]).any():
+            if (index[by_role[Role.GROUP].rows] != (area.rows // height)[:, None]).any():
                 raise TensorMismatchError("its group index permutes groups: expected desc_act true in its config")
             continue
         groups = term.entries.shape[0 if term.rows is None else 1]
         if term.rows is not None and (index == -1).all():
             size = next(each.grid[1] for each in encoding.parameters if each.role is Role.GROUP)
             columns, width = area.block_columns(size // groups)
-            held[role] = term._replace(columns=np.minimum(columns, groups - 1), width=width)
+            by_role[role] = term._replace(columns=np.minimum(columns, groups - 1), width=width)
         elif index.min() < 0 or index.max() >= groups:
             raise TensorMismatchError(
                 f"its group index has {int(index.min())} to {int(index.max())}, expected 0 to {groups - 1}"
@@ -252,29 +254,29 @@ def _items(table: np.ndarray) -> np.ndarray:
 
 
 def _tables(
-    encoding: Encoding, held: Mapping[Role, _Held], nbytes: int, dtype: np.dtype
+    encoding: Encoding, by_role: Mapping[Role, _ParameterEntries], nbytes: int, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the number of each scale, and tables with the results for every byte, by number.
 
     Returns None if it takes longer to make tables than to use them, and if there is more than scales.
     """
-    if Role.SCALE not in held:
+    if Role.SCALE not in by_role:
         return None
-    scales = held[Role.SCALE]
-    others = held.keys() - {Role.SCALE}
-    if others - {Role.FACTOR, Role.DIVISOR} or any(held[role].entries.size > 1 for role in others):
+    scales = by_role[Role.SCALE]
+    others = by_role.keys() - {Role.SCALE}
+    if others - {Role.FACTOR, Role.DIVISOR} or any(by_role[role].entries.size > 1 for role in others):
         return None
     if encoding.values not in _CODES or encoding.final != 1 or scales.width * encoding.bits % 8:
         return None
     if scales.dtype.bits == 8 or scales.dtype.name == "BF16":
-        second = tuple([(role, float(held[role].entries[0, 0])) for role in others])
+        second = tuple([(role, float(by_role[role].entries[0, 0])) for role in others])
         known = _known_results(encoding.values, encoding.bits, encoding.order, scales.dtype, second, dtype)
         numbers = scales.entries.view(f"u{scales.entries.itemsize}")
         return (numbers, known.tables) if known.add(numbers, nbytes) else None
     if 2 * scales.entries.size * 256 > nbytes:
         return None
     values = _of_kind(encoding.values, encoding.bits, encoding.order)
-    tables = _results(values, _scales(encoding, held).entries, dtype)
+    tables = _results(values, _scales(encoding, by_role).entries, dtype)
     return np.arange(scales.entries.size).reshape(scales.entries.shape), tables
 
 
@@ -330,16 +332,16 @@ def _results(values: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndar
 _SECOND: dict[Role, np.ufunc] = {Role.FACTOR: np.multiply, Role.DIVISOR: np.divide}
 
 
-def _scales(encoding: Encoding, held: Mapping[Role, _Held]) -> _Held:
+def _scales(encoding: Encoding, by_role: Mapping[Role, _ParameterEntries]) -> _ParameterEntries:
     """Return scales as float32, both levels in one."""
-    scales = held[Role.SCALE]
-    if Role.SCALE_VALUES in held:
-        floats = held[Role.SCALE_VALUES].entries.reshape(-1)[scales.entries]
+    scales = by_role[Role.SCALE]
+    if Role.SCALE_VALUES in by_role:
+        floats = by_role[Role.SCALE_VALUES].entries.reshape(-1)[scales.entries]
     else:
         floats = _floats(encoding.values, scales.dtype, scales.entries)
     with np.errstate(all="ignore"):
-        for role in _SECOND.keys() & held.keys():
-            second = held[role]
+        for role in _SECOND.keys() & by_role.keys():
+            second = by_role[role]
             numbers = second.entries.astype(np.float32)
             if numbers.size > 1:
                 floats, numbers = floats[scales.rows], numbers[second.rows]
@@ -360,7 +362,7 @@ def _floats(values: str, dtype: DType, scales: np.ndarray) -> np.ndarray:
 
 
 def _look_up(
-    numbers: np.ndarray, tables: np.ndarray, scales: _Held, codes: np.ndarray, part: slice, out: np.ndarray
+    numbers: np.ndarray, tables: np.ndarray, scales: _ParameterEntries, codes: np.ndarray, part: slice, out: np.ndarray
 ) -> None:
     """Write the results for some rows of an area; `tables` has 256 for each of `numbers`."""
     assert scales.rows is not None
@@ -374,7 +376,12 @@ def _look_up(
 
 
 def _apply(
-    operation: np.ufunc, elements: np.ndarray, term: _Held, group: _Held | None, part: slice, fields: int
+    operation: np.ufunc,
+    elements: np.ndarray,
+    term: _ParameterEntries,
+    group: _ParameterEntries | None,
+    part: slice,
+    fields: int,
 ) -> None:
     """Let `operation` change some rows of an area, each of `fields`, with the entry of `term` for each element."""
     columns, width = term.columns, term.width

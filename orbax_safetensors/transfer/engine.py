@@ -75,7 +75,7 @@ class Task(NamedTuple):
     run: Callable[[], None]
 
 
-class _Copy(NamedTuple):
+class _ArrayCopy(NamedTuple):
     """Both sides of a strided copy as arrays of one shape, its destination in the plan, and whether it moves bits."""
 
     destination: Destination
@@ -180,7 +180,7 @@ class Transfer(ABC, Generic[_F]):
         packed: np.ndarray,
         stored: np.dtype,
         copies: Sequence[Sequence[Copy]],
-    ) -> Iterator[_Copy]:
+    ) -> Iterator[_ArrayCopy]:
         """Yield the copies of a window, between `packed` and the memory of its blocks.
 
         `packed` has elements of the dtype `stored`, and `copies` what each use makes of them.
@@ -192,9 +192,9 @@ class Transfer(ABC, Generic[_F]):
             for part in parts:
                 copy = part.onward(destination.begin)
                 if same:
-                    yield _Copy(destination, True, *words(copy, packed, memory, stored.itemsize))
+                    yield _ArrayCopy(destination, True, *words(copy, packed, memory, stored.itemsize))
                 else:
-                    yield _Copy(destination, False, *elements(copy, packed, stored, memory, held))
+                    yield _ArrayCopy(destination, False, *elements(copy, packed, stored, memory, held))
 
     def _runs(self, window: Window, packed: np.ndarray) -> None:
         """Move the bytes of a window, which `packed` holds, with one request for each run."""

@@ -221,7 +221,7 @@ def transfer_plan(
             else:
                 uses.setdefault(cut.tensor, []).append((number, cut))
     located = in_file_order(uses, locate)
-    ranges: list[_Range] = []
+    ranges: list[_DirectRange] = []
     parts: list[Part] = []
     tensors: list[TensorReads] = []
     for location, name in located:
@@ -234,7 +234,7 @@ def transfer_plan(
             number, cut = users[direct.buffer]
             offset = cut.begin * location.dtype.itemsize + direct.offset
             runs = direct.runs
-            ranges.append(_Range(location.file, location.begin + runs.begin, runs.length, number, offset))
+            ranges.append(_DirectRange(location.file, location.begin + runs.begin, runs.length, number, offset))
         if planned.windowed:
             destinations = tuple([Destination(number, cut.ops, cut.begin) for number, cut in users])
             parts += [Part(name, location, reads, destinations) for reads in planned.windowed]
@@ -259,7 +259,7 @@ def same_bits(ops: Ops, stored: np.dtype, held: np.dtype) -> bool:
     return not ops and stored == held
 
 
-class _Range(NamedTuple):
+class _DirectRange(NamedTuple):
     """Bytes of a file, and the block and offset in it where they lie."""
 
     file: int
@@ -269,7 +269,7 @@ class _Range(NamedTuple):
     offset: int
 
 
-def _extents(ranges: Sequence[_Range], max_request_bytes: int) -> Iterator[Extent]:
+def _extents(ranges: Sequence[_DirectRange], max_request_bytes: int) -> Iterator[Extent]:
     """Yield ranges, which are in file order, as requests: join those that touch, and cut at `max_request_bytes`."""
     files, begin, nbytes, _, _ = np.array(ranges, np.int64).reshape(-1, 5).T
     end = begin + nbytes

@@ -21,7 +21,7 @@ from orbax_safetensors.transfer.plan import Block, Constant, Part, TransferPlan,
 from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
 
-_Parameter = tuple[Patch, np.ndarray]  # with the bytes of the patch
+_ParameterBytes = tuple[Patch, np.ndarray]  # with the bytes of the patch
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -169,14 +169,14 @@ class Reader(Transfer[File]):
             done = end
         return decoded, dtype
 
-    def _shared(self, part: Part, access: Encoded) -> dict[int, _Parameter]:
+    def _shared(self, part: Part, access: Encoded) -> dict[int, _ParameterBytes]:
         """Read what all windows of a part need of parameters."""
         return {
             number: self._parameter(part, number, patch, np.empty(patch.nbytes, np.uint8))
             for number, patch in access.shared.items()
         }
 
-    def _parameter(self, part: Part, number: int, patch: Patch, memory: np.ndarray) -> _Parameter:
+    def _parameter(self, part: Part, number: int, patch: Patch, memory: np.ndarray) -> _ParameterBytes:
         file, begin = part.location.parameters[number]
         self._pieces(file, [(begin + offset, nbytes) for offset, nbytes in patch.ranges], memory)
         return patch, memory

@@ -14,7 +14,7 @@ from orbax_safetensors.format.header import Header
 from orbax_safetensors.geometry.crc import combined, moved, remainder
 
 
-class _Moved(NamedTuple):
+class _PartRemainder(NamedTuple):
     """The remainder of bytes of one tensor in `[begin, end)` of a file, seen from `end`. There are `nbytes` of them."""
 
     begin: int
@@ -29,7 +29,7 @@ class Sums:
     def __init__(self, *, with_gaps: bool) -> None:
         """With `with_gaps`, take pieces with other bytes between them; without, only what may make up a whole."""
         self._with_gaps = with_gaps
-        self._of_files: dict[int, list[_Moved]] = {}
+        self._of_files: dict[int, list[_PartRemainder]] = {}
         self._lock = threading.Lock()
 
     def add_buffers(self, file: int, begin: int, buffers: Sequence[memoryview]) -> None:
@@ -37,7 +37,7 @@ class Sums:
         for buffer in buffers:
             end = begin + buffer.nbytes
             if buffer.nbytes:
-                self._add(file, _Moved(begin, end, buffer.nbytes, remainder(buffer)))
+                self._add(file, _PartRemainder(begin, end, buffer.nbytes, remainder(buffer)))
             begin = end
 
     def add_pieces(self, file: int, pieces: Sequence[tuple[int, int]], memory: memoryview) -> None:
@@ -49,9 +49,9 @@ class Sums:
             parts.append(remainder(memory[done : done + nbytes]))
             ends.append(offset + nbytes)
             done += nbytes
-        self._add(file, _Moved(pieces[0][0], ends[-1], done, combined(parts, ends)))
+        self._add(file, _PartRemainder(pieces[0][0], ends[-1], done, combined(parts, ends)))
 
-    def _add(self, file: int, part: _Moved) -> None:
+    def _add(self, file: int, part: _PartRemainder) -> None:
         with self._lock:
             self._of_files.setdefault(file, []).append(part)
 
@@ -75,7 +75,7 @@ class Sums:
         return remainders, whole
 
 
-def _are_all(parts: Sequence[_Moved], begin: int, end: int) -> bool:
+def _are_all(parts: Sequence[_PartRemainder], begin: int, end: int) -> bool:
     """Return whether parts, which are in order, are the bytes `[begin, end)`, each once."""
     for part in parts:
         if part.begin != begin or part.nbytes != part.end - part.begin:

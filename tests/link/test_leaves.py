@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import orbax_safetensors as ost
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapping import Family, full, tensor
-from orbax_safetensors.orbax_store.ocdbt import Range, write_references
+from orbax_safetensors.orbax_store.ocdbt import DataReference, write_references
 from tests.support import hang
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -166,7 +166,11 @@ def test_verify_finds_addresses_that_are_wrong(tmp_path, file, to):
     ost.link(tmp_path / "hf")
     assert ost.verify(tmp_path / "hf") == []
     begin = ost.open_checkpoint(tmp_path / "hf").location("b").begin
-    wrong = {"config.json": Range("config.json", 0, 32), "other": Range(file, begin, 32), "none": Range(file, 0, 32)}
+    wrong = {
+        "config.json": DataReference("config.json", 0, 32),
+        "other": DataReference(file, begin, 32),
+        "none": DataReference(file, 0, 32),
+    }
 
     def write(name, content):
         (tmp_path / "hf" / name).write_bytes(content)

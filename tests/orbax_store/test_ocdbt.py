@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.orbax_store import ocdbt
-from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range, merge, write_references
+from orbax_safetensors.orbax_store.ocdbt import MANIFEST, DataReference, merge, write_references
 from tests.support.strategies import examples
 
 # The sizes of files that there are ranges of. Paths are below the database's directory.
@@ -36,7 +36,7 @@ KEYS = st.builds(
 def ranges(draw):
     name = draw(st.sampled_from(list(FILES)))
     begin, end = sorted(draw(st.tuples(*[st.integers(0, FILES[name])] * 2)))
-    return Range(name, begin, end - begin)
+    return DataReference(name, begin, end - begin)
 
 
 DATABASES = st.dictionaries(KEYS, st.one_of(ranges(), st.binary(max_size=300)), min_size=1, max_size=60)
@@ -70,7 +70,7 @@ class Database:
 
     def value(self, key):
         entry = self.entries[key]
-        return CONTENT[entry.file][entry.offset :][: entry.length] if isinstance(entry, Range) else entry
+        return CONTENT[entry.file][entry.offset :][: entry.length] if isinstance(entry, DataReference) else entry
 
     def assert_reads(self, store=None):
         store = store or self.open()
@@ -82,7 +82,7 @@ class Database:
 @examples(150)
 @given(DATABASES, st.sampled_from([1, 40, 200, 2**18]), st.data())
 @example({b"": b""}, 1, None)
-@example({b"": Range("empty", 0, 0), b"\0": b""}, 1, None)
+@example({b"": DataReference("empty", 0, 0), b"\0": b""}, 1, None)
 def test_tensorstore_reads_what_was_written(entries, node_bytes, data):
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocdbt, "_NODE_BYTES", node_bytes)
@@ -105,7 +105,7 @@ def test_tensorstore_reads_what_was_written(entries, node_bytes, data):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 127, 128, 16_383, 16_384, MOST_INLINE - 1, MOST_INLINE])
 def test_inline_values_of_all_sizes(nbytes, tmp_path):
-    around = {b"a": Range("empty", 0, 0), b"z": Range("sub/model.safetensors", 3, 100)}
+    around = {b"a": DataReference("empty", 0, 0), b"z": DataReference("sub/model.safetensors", 3, 100)}
     Database(tmp_path, {**around, b"inline": np.random.default_rng(0).bytes(nbytes)}).assert_reads()
 
 
@@ -137,7 +137,7 @@ def statistics(base, location):
 def test_nodes_above_nodes_have_their_statistics(node_bytes, least_height, tmp_path, monkeypatch):
     monkeypatch.setattr(ocdbt, "_NODE_BYTES", node_bytes)
     keys = [b"layers.%d/c/%d" % divmod(number, 7) for number in range(700)]
-    values = [b"inline", Range("empty", 0, 0), Range("sub/model.safetensors", 200, 100)]
+    values = [b"inline", DataReference("empty", 0, 0), DataReference("sub/model.safetensors", 200, 100)]
     database = Database(tmp_path, {key: values[number % 3] for number, key in enumerate(keys)})
     database.assert_reads()
     base = database.open().base
@@ -152,7 +152,9 @@ def test_nodes_above_nodes_have_their_statistics(node_bytes, least_height, tmp_p
 @pytest.mark.parametrize("node_bytes", [60, 2**18], ids=["many nodes", "one node"])
 def test_tensorstore_writes_a_later_version_on_top(node_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(ocdbt, "_NODE_BYTES", node_bytes)
-    entries = {b"%d" % number: Range("model-00001-of-00002.safetensors", number, number) for number in range(100)}
+    entries = {
+        b"%d" % number: DataReference("model-00001-of-00002.safetensors", number, number) for number in range(100)
+    }
     database = Database(tmp_path, entries)
     store = database.open()
     with ts.Transaction() as transaction:
@@ -190,7 +192,7 @@ def test_a_database_below_is_merged(entries, below):
 @pytest.mark.parametrize("where", [0, 5, 12, 13, 14, 40, 0.5, -5, -1])
 @pytest.mark.parametrize("which", ["manifest", "nodes"])
 def test_tensorstore_finds_a_byte_that_has_changed(which, where, tmp_path):
-    database = Database(tmp_path, {b"%d" % number: Range("empty", 0, 0) for number in range(50)})
+    database = Database(tmp_path, {b"%d" % number: DataReference("empty", 0, 0) for number in range(50)})
     path = database.nodes if which == "nodes" else tmp_path / MANIFEST
     content = bytearray(path.read_bytes())
     content[int(where * len(content)) if isinstance(where, float) else where] ^= 0x10
@@ -203,7 +205,7 @@ def test_tensorstore_finds_a_byte_that_has_changed(which, where, tmp_path):
 def test_half_a_million_entries(tmp_path):
     """TensorStore finds the first, the last, and one in the middle."""
     entries = {
-        b"params.decoder.layers_%d.kernel/c/%d/0" % divmod(number, 100): Range("empty", 0, 0)
+        b"params.decoder.layers_%d.kernel/c/%d/0" % divmod(number, 100): DataReference("empty", 0, 0)
         for number in range(500_000)
     }
     database = Database(tmp_path, entries)

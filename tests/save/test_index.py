@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.orbax_store.ocdbt import Range, write_references
+from orbax_safetensors.orbax_store.ocdbt import DataReference, write_references
 from tests.multiprocess.workers_families import config_of, full_mesh, made_by_maxtext, sharded, variant
 from tests.support import stock_orbax
 from tests.support.files import FOR_ORBAX, random_bits
@@ -410,7 +410,8 @@ def test_addresses_that_are_not_of_the_tensor(two_files, shift):
     file = sorted(two_files.glob("*.safetensors"))[0].name
     begin = 8 + int.from_bytes((two_files / file).read_bytes()[:8], "little")
     write_references(
-        [(b"a/c/0", Range(file, begin + shift, 64))], lambda name, content: (two_files / name).write_bytes(content)
+        [(b"a/c/0", DataReference(file, begin + shift, 64))],
+        lambda name, content: (two_files / name).write_bytes(content),
     )
     fault = ost.verify(two_files)[0]  # then that nothing else is in the index
     assert isinstance(fault, ost.IndexFileError)
@@ -420,7 +421,7 @@ def test_addresses_that_are_not_of_the_tensor(two_files, shift):
 def test_addresses_that_share_bytes(two_files):
     file = sorted(two_files.glob("*.safetensors"))[0].name
     begin = 8 + int.from_bytes((two_files / file).read_bytes()[:8], "little")
-    entries = [(b"a/c/0", Range(file, begin, 32)), (b"a/c/1", Range(file, begin + 16, 32))]
+    entries = [(b"a/c/0", DataReference(file, begin, 32)), (b"a/c/1", DataReference(file, begin + 16, 32))]
     write_references(entries, lambda name, content: (two_files / name).write_bytes(content))
     fault = ost.verify(two_files)[0]
     assert "'a/c/1' and 'a/c/0' share bytes" in str(fault)
