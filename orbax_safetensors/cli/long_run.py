@@ -16,6 +16,7 @@ import jax
 
 from orbax_safetensors import Conversion, Link, SafetensorsError
 from orbax_safetensors.cli.tables import Facts, Printer
+from orbax_safetensors.convert.announce import logger as announcements
 from orbax_safetensors.devices.bar import Bar
 from orbax_safetensors.errors import printable
 
@@ -120,36 +121,45 @@ def _ended_by_signals(received: list[signal.Signals]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-class Warnings(logging.Handler):
-    """A handler that, while it is entered, passes warnings of the package to `say`, and to no other handler."""
+class Messages(logging.Handler):
+    """A handler that, while it is entered, passes warnings of the package, and what conversions announce, to `say`.
+
+    No other handler gets them.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
-        self._say(f"{record.levelname.lower()}: {printable(record.getMessage())}")
+        text = printable(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            self._say(f"{record.levelname.lower()}: {text}")
+        elif record.name == announcements.name:
+            self._say(text)
 
     def __enter__(self) -> Self:
-        self._before = _LOGGER.handlers, _LOGGER.propagate
+        self._before = _LOGGER.handlers, _LOGGER.propagate, announcements.level
         _LOGGER.handlers, _LOGGER.propagate = [self], False
+        announcements.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _LOGGER.handlers, _LOGGER.propagate = self._before
+        _LOGGER.handlers, _LOGGER.propagate, level = self._before
+        announcements.setLevel(level)
 
 
 class Reporter(Bar):
-    """A bar with the warnings of the package above it."""
+    """A bar with the messages of the package above it."""
 
     def __enter__(self) -> Self:
-        self._warnings = Warnings(self.say)
-        self._warnings.__enter__()
+        self._messages = Messages(self.say)
+        self._messages.__enter__()
         return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._warnings.__exit__()
+        self._messages.__exit__()
         super().__exit__(kind, error, traceback)

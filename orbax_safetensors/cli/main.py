@@ -12,7 +12,7 @@ from importlib.metadata import version
 from orbax_safetensors import RuleError, SafetensorsError
 from orbax_safetensors.cli import convert, delta, demo, diff, families, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.arguments import UsageError
-from orbax_safetensors.cli.long_run import Warnings
+from orbax_safetensors.cli.long_run import Messages
 from orbax_safetensors.cli.parser import SHELLS, Completion, Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.errors import printable
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with Warnings(partial(print, file=sys.stderr)):
+        with Messages(partial(print, file=sys.stderr)):
             status: int = COMMANDS[args.command].run(args, Printer(sys.stdout))
         sys.stdout.flush()
         return status

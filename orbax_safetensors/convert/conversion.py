@@ -15,6 +15,7 @@ from typing import Any
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.convert.announce import announce
 from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.convert.into_files import files_from_files, files_from_orbax, plain_files_from_files
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
@@ -128,7 +129,8 @@ def convert(
         its checkpoints with credentials of the environment.
 
     Raises:
-      StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
+      StorageError: the destination is there already, its file system has too little room, or something cannot be
+        read or written or changed meanwhile.
       TensorMismatchError: mesh, spec or dtype does not fit the arrays, or `resume` finds another conversion.
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
@@ -247,13 +249,14 @@ def _run(
     """Build the request and run its job, in all processes or in none; their arguments have to be alike."""
     started = time.perf_counter()
     job: TileJob | None = None
+    memory_bytes = 0
 
     def prepared() -> str:
-        nonlocal job, progress
+        nonlocal job, memory_bytes, progress
         check_progress(progress, "progress")  # here, so that all processes fail
         request = build()
         progress = request.options.progress if progress is None else progress
-        job = prepare(request)
+        job, memory_bytes = prepare(request), request.memory_bytes
         return f"resume={resume!r} {request.facts} {job.digest}"
 
     try:
@@ -261,7 +264,7 @@ def _run(
         together(new_key("job"), prepared, str, check=same_arguments)
         assert job is not None
         with passing(progress, label) as report:
-            job.run(resume=resume, progress=report)
+            job.run(resume=resume, progress=report, begun=partial(announce, job, memory_bytes))
     finally:
         if job is not None:
             job.source.close()

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, TypeVar
 
 from etils import epath
@@ -120,6 +121,9 @@ class UnfinishedCheckpoint(Workspace):
             for name, item in items.items()
         }
         self.leaves: Mapping[str, OrbaxLeaf] = self.named(lambda item: item.leaves)
+        # Nobody knows how short chunks become if they are compressed: those of zeros take nothing.
+        if not compression:
+            self.nbytes = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves.values())
         self.record = {
             "compression": compression,
             "source": source,

@@ -21,6 +21,7 @@ from typing import Any
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.storage.interrupts import to_the_end
 from orbax_safetensors.storage.local import LocalStore, check_makeable, make_directory, missing_directories
+from orbax_safetensors.storage.room import free_bytes, taken_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,13 @@ class Workspace:
       destination: where it will be.
       path: where it is until then.
       locked: the file to lock; None on an object store.
+      nbytes: bytes that will lie there; 0 if only a bound is known.
     """
 
     destination: str
     path: str
     locked: str | None = None
+    nbytes: int = 0
     # For messages: what is written, and from what else it may have been begun.
     kind = "conversion"
     other = "another source, or with other arguments"
@@ -63,8 +66,8 @@ class Workspace:
     def begin(self, *, resume: bool) -> None:
         """Begin anew, or with `resume` go on with what was begun with the same `record`, if there is such.
 
-        No other run can begin until `release`. Raises `StorageError` if another run is at work or something else is in
-        the place, and `TensorMismatchError` if something else was begun there.
+        No other run can begin until `release`. Raises `StorageError` if another run is at work, something else is in
+        the place or room is lacking, and `TensorMismatchError` if something else was begun there.
         """
         try:
             if self.locked is not None:
@@ -74,6 +77,7 @@ class Workspace:
                 make_directory(os.path.dirname(self.locked))
                 self._lock = Lock(self.locked, self.destination)
             self.check_place()
+            self._check_room()
             self._ours = True
             begun = self._begun() if resume else None
             if begun is not None:
@@ -99,6 +103,14 @@ class Workspace:
         if self.locked is not None:
             check_makeable(self.path)
         self.check_free()
+
+    def _check_room(self) -> None:
+        """Raise `StorageError` if the file system has too little room for `nbytes`. An object store has enough."""
+        if not self.nbytes or self.locked is None or (free := free_bytes(self.path)) is None:
+            return
+        needed = self.nbytes - taken_bytes(self.path)  # what was begun is taken up or deleted
+        if needed > free:
+            raise StorageError(f"{self.destination}: needs {needed} bytes, and its file system has {free} bytes free")
 
     def check(self) -> None:
         """Raise `StorageError` if another run has begun since, as far as that can be seen."""

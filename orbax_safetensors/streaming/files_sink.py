@@ -50,6 +50,7 @@ class FilesSink(Sink):
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
         self.units = [(bundle,) for bundle in bundles(source, atomic_tiles, orders, groups, memory_bytes)]
         self.workspace = PartialDirectory(path, partial(files.digest, source.identity, model_files, self.units))
+        self.workspace.nbytes = sum(header.file_bytes for _, header in files.layout.files)
         self._files, self._model_files = files, model_files
         self._store = LocalStore()
         self._writer = Writer(self._create, request_limits(self._store.cost, memory_bytes).requests)

@@ -43,16 +43,25 @@ class TileJob:
         """A digest of what is written, equal in all processes that see the same source."""
         return digest_of(self.sink.workspace.record)
 
-    def run(self, *, resume: bool, progress: Progress | None) -> None:
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays, in the dtypes of the destination."""
+        return self._nbytes(range(len(self.sink.units)))
+
+    def run(
+        self, *, resume: bool, progress: Progress | None, begun: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
         """Convert, together with all other processes.
 
+        Calls `begun` before the first byte moves, with the bytes of arrays that all processes are going to write.
         Raises in every process if one fails; the bytes written so far stay, for a run that resumes.
         """
         with self.sink.begin(resume=resume) as sink:
             left = [unit for unit in range(len(sink.units)) if not sink.has(unit)]
+            begun(self._nbytes(left))
             early, last = self._share_of(left)
             sink.expect([*early, *last])
-            moved = _ConversionProgress(progress, sum(map(self._nbytes, (*early, *last))), sink)
+            moved = _ConversionProgress(progress, self._nbytes([*early, *last]), sink)
             self._move(early, moved)
             sink.commit(lambda: self._move(last, moved) if last else None)
 
@@ -109,13 +118,13 @@ class TileJob:
             yield tiles, size, overlap
             before.append(size)
 
-    def _nbytes(self, unit: int) -> int:
-        return sum(nbytes(bundle, self.source.leaves) for bundle in self.sink.units[unit])
+    def _nbytes(self, units: Iterable[int]) -> int:
+        return sum(nbytes(bundle, self.source.leaves) for unit in units for bundle in self.sink.units[unit])
 
     def _share_of(self, units: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the units that this process moves with the others; and the last unit, which process 0 moves later."""
         last, process, count = self.sink.last, jax.process_index(), jax.process_count()
-        early = share([unit for unit in units if unit != last], self._nbytes, process, count)
+        early = share([unit for unit in units if unit != last], lambda unit: self._nbytes([unit]), process, count)
         return early, [unit for unit in units if unit == last and process == 0]
 
 

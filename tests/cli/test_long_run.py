@@ -10,6 +10,7 @@ import pytest
 
 from orbax_safetensors.cli import long_run
 from orbax_safetensors.cli.main import main
+from orbax_safetensors.convert import announce
 from orbax_safetensors.devices import bar
 from tests.support.cli_conversions import HF, TO_ORBAX, stored
 from tests.support.terminal import terminal
@@ -42,8 +43,10 @@ def test_a_warning_is_a_line_like_an_error(cli, tmp_path):
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "from", tree)
     result = cli("convert", tmp_path / "from", tmp_path / "to", "--to", "safetensors", "--json")
     assert json.loads(result.out)["nbytes"] == 64
-    warning, *progress = result.err.splitlines()
+    warning, beginning, *progress = result.err.splitlines()
     assert warning.startswith(f"warning: {tmp_path / 'from'}: safetensors files hold arrays only, so strings are left ")
+    assert beginning.startswith(f"Making {tmp_path / 'to'} of {tmp_path / 'from'}: ")
+    assert " 64 Bytes to write, 2.0 GiB of memory at most" in beginning
     assert [line.split(" of ")[0] for line in progress] == ["convert: 0 Bytes", "convert: 64 Bytes"]
     assert list(stored(tmp_path / "to")) == ["w"]
 
@@ -54,11 +57,14 @@ def test_a_warning_is_above_the_bar(monkeypatch):
     with long_run.Reporter("convert", stream) as reporter:
         logging.getLogger("orbax_safetensors.convert.conversion").warning("a [red]long\x1b %s", text)
         logging.getLogger("orbax_safetensors.convert.conversion").info("nobody cares")
+        announce.logger.info("Making [red]more")
         reporter(1, 1)
     assert f"\x1b[2Kwarning: a [red]long\\x1b {text}\n" in stream.getvalue()
+    assert "\x1b[2KMaking [red]more\n" in stream.getvalue()
     assert "cares" not in stream.getvalue()
     assert logger.propagate
-    assert not any(isinstance(handler, long_run.Warnings) for handler in logger.handlers)
+    assert announce.logger.level == logging.NOTSET
+    assert not any(isinstance(handler, long_run.Messages) for handler in logger.handlers)
 
 
 def test_what_progress_says(monkeypatch):

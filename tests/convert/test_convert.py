@@ -20,6 +20,7 @@ from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.orbax_store.leaf import ARRAYS
+from orbax_safetensors.storage import workspace
 from tests.support.conversions import (
     BF16,
     COMPUTED,
@@ -244,7 +245,9 @@ def test_what_is_beside_comes_along(tmp_path):
         ]
 
 
-def test_a_disk_that_is_full(tmp_path):
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    """Although the file system said that there was room."""
+    monkeypatch.setattr(workspace, "free_bytes", lambda path: None)
     checkpoint(tmp_path / "from", large=np.zeros((64, 1 << 14), np.uint8))
     with file_system(tmp_path / "disk", "512k") as disk:
         with pytest.raises(ost.StorageError, match="No space left"):
