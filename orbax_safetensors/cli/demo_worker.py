@@ -105,9 +105,9 @@ def shardings(checkpoint: Checkpoint) -> dict[str, ocp.ArrayRestoreArgs]:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     sizes = {"process": jax.process_count(), "device": jax.local_device_count()}
     mesh = Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+    names = {name: spread(tensor.shape, sizes) for name, tensor in checkpoint.tensors.items()}
     return {
-        name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec(*(entry or None for entry in axes))))
-        for name, axes in ((name, spread(tensor.shape, sizes)) for name, tensor in checkpoint.tensors.items())
+        name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec(*spec))) for name, spec in names.items()
     }
 
 

@@ -1,31 +1,25 @@
 """Meshes and partitions as they are written on a command line, and a partition for users who wrote none.
 
-Plain data, for which no device is started, so that mistakes are answered before there is one.
+No device is started for them, so that mistakes are answered before there is one.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from orbax_safetensors.cli.arguments import UsageError
-from orbax_safetensors.devices.rules import Misfit, check_fit, check_used, first_match
-
-Axes = tuple[tuple[str, ...], ...]
-"""For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""
+from orbax_safetensors.devices.partition import Spec, partition
+from orbax_safetensors.devices.sharding import Axes
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One `--spec`: arrays in whose names `pattern` is found are sharded by `axes`. `text` is as it was written."""
+class Rule(NamedTuple):
+    """One `--spec`: arrays in whose names `regex` is found are sharded by `spec`. `text` is as it was written."""
 
     text: str
-    pattern: re.Pattern[str]
-    axes: Axes
+    regex: str
+    spec: Spec
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -42,22 +36,14 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse `REGEX=axes`. The regex may hold `=`, the axes may not."""
-    regex, equals, spec = text.rpartition("=")
+    """Parse `REGEX=AXES`. The regex may hold `=`, the axes may not."""
+    regex, equals, axes = text.rpartition("=")
     if not equals:
         raise UsageError(f"expected REGEX=AXES as in 'kernel$=data,model', found {text!r}")
-    try:
-        pattern = re.compile(regex)
-    except re.error as error:
-        raise UsageError(f"{regex!r} is not a regular expression: {error}") from error
-    entries = spec.split(",") if spec else []
-    axes = tuple(() if entry in ("", "-") else tuple(entry.split("+")) for entry in entries)
-    used = [axis for entry in axes for axis in entry]
-    if not all(axis.isidentifier() for axis in used):
-        raise UsageError(f"expected for every dimension -, AXIS or AXIS+AXIS in {spec!r} of {text!r}")
-    if len(set(used)) < len(used):
-        raise UsageError(f"a mesh axis is passed twice in {spec!r} of {text!r}")
-    return Rule(text, pattern, axes)
+    parts = [() if part in ("", "-") else tuple(part.split("+")) for part in axes.split(",")] if axes else []
+    if not all(axis.isidentifier() for part in parts for axis in part):
+        raise UsageError(f"expected for every dimension -, AXIS or AXIS+AXIS in {axes!r} of {text!r}")
+    return Rule(text, regex, tuple(part[0] if len(part) == 1 else part or None for part in parts))
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -80,65 +66,23 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_spec(rules: Sequence[Rule], mesh: Mapping[str, int] | None) -> Mapping[str, Any] | None:
-    """Return the rules of `--spec` as the functions take them; raises `UsageError` if they do not fit the mesh."""
+def given_spec(rules: Sequence[Rule], mesh: Mapping[str, int] | None) -> dict[str, Spec] | None:
+    """Return the rules of `--spec` as the functions take them.
+
+    Raises `UsageError` or `RuleError` if they do not fit the mesh.
+    """
     if rules and mesh is None:
         raise UsageError("--spec names the axes of a --mesh; also pass --mesh")
-    spec: dict[str, Any] = {}
+    spec: dict[str, Spec] = {}
     for rule in rules:
-        _check_axes(rule, mesh or {})
-        if rule.pattern.pattern in spec:
+        if rule.regex in spec:
             raise UsageError(f"--spec {rule.text!r}: is passed twice")
-        spec[rule.pattern.pattern] = entries(rule.axes)
+        spec[rule.regex] = rule.spec
+    partition(mesh, spec)
     return spec or None
 
 
-def _check_axes(rule: Rule, mesh: Mapping[str, int]) -> None:
-    for axis in (axis for entry in rule.axes for axis in entry):
-        if axis not in mesh:
-            raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
-
-
-def entries(axes: Axes) -> tuple[str | tuple[str, ...] | None, ...]:
-    """Return axes as the functions take them, and `PartitionSpec`."""
-    return tuple(entry[0] if len(entry) == 1 else entry or None for entry in axes)
-
-
-def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> Axes:
-    """Return the axes of a `PartitionSpec`."""
-    return tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-
-
-def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
-    """Return the axes of every array: those of the first rule whose regex matches its name, none if there is none.
-
-    A scalar has none in any case. An array of fewer dimensions than its rule has none either, with a warning.
-
-    Raises `UsageError` if a rule names an axis that the mesh does not have, and `RuleError` if it matches no array,
-    or none of so many dimensions.
-    """
-    for rule in rules:
-        _check_axes(rule, mesh)
-    patterns = [rule.pattern for rule in rules]
-    check_used("spec", patterns, shapes)
-    out: dict[str, Axes] = dict.fromkeys(shapes, ())
-    misfits: list[list[Misfit]] = [[] for _ in rules]
-    fitting = [0] * len(rules)
-    for name, shape in shapes.items():
-        number = first_match(patterns, name)
-        if number is None or not shape:
-            continue
-        if len(rules[number].axes) > len(shape):
-            misfits[number].append((name, shape, f"expected at most {len(shape)} entries"))
-        else:
-            out[name] = rules[number].axes
-            fitting[number] += 1
-    for rule, count, unfit in zip(rules, fitting, misfits, strict=True):
-        check_fit(f"spec: {rule.pattern.pattern!r}", axes_text(rule.axes), count, unfit)
-    return out
-
-
-def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Axes:
+def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Spec:
     """Return a partition that divides evenly, for users who have given none.
 
     Every mesh axis in turn shards the first dimension whose shards so far it divides, or none. Leading dimensions come
@@ -151,14 +95,7 @@ def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Axes:
         if at is not None:
             axes[at] += (axis,)
             left[at] //= size
-    while axes and not axes[-1]:
-        axes.pop()
-    return tuple(axes)
-
-
-def shards(axes: Axes, mesh: Mapping[str, int]) -> list[int]:
-    """Return how many blocks each dimension that `axes` names is cut into."""
-    return [prod(mesh[axis] for axis in entry) for entry in axes]
+    return tuple(part or None for part in axes)
 
 
 def axes_text(axes: Axes) -> str:

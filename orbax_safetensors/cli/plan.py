@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from orbax_safetensors import (
     Checkpoint,
@@ -39,18 +37,7 @@ from orbax_safetensors.cli.arguments import (
     variant,
 )
 from orbax_safetensors.cli.parser import Parser
-from orbax_safetensors.cli.partition import (
-    Axes,
-    add_spec,
-    assign,
-    axes_of,
-    axes_text,
-    entries,
-    given_spec,
-    mesh_text,
-    parse_mesh,
-    spread,
-)
+from orbax_safetensors.cli.partition import add_spec, axes_text, given_spec, mesh_text, parse_mesh, spread
 from orbax_safetensors.cli.picture import amounts, picture, stretches, svg
 from orbax_safetensors.cli.plan_tables import Scenario, comparison, details, orbax_over_reads, orbax_restore, saved
 from orbax_safetensors.cli.tables import Drawing, Facts, Page, Printer
@@ -62,13 +49,11 @@ from orbax_safetensors.orbax_store.leaf import ARRAYS
 from orbax_safetensors.orbax_store.restore_plan import plan_orbax_restore
 from orbax_safetensors.restore.match import match
 from orbax_safetensors.restore.plan import PlannedRestore
+from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.sharding_choice import choose_shardings
 from orbax_safetensors.storage.paths import absolute_path
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.estimate import estimate
-
-# Arrays that a warning lists before it says how many more there are.
-_LISTED = 3
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
@@ -186,11 +171,6 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     if page is not None:
         output.line("")
         output.line(f"Which bytes each process reads: {page.path}")
-    output.flush()
-    for scenario in scenarios:
-        if scenario.uneven:
-            where = f"{mesh_text(scenario.mesh)}: " if len(scenarios) > 1 else ""
-            print(f"warning: {where}{_refusal(scenario)}", file=sys.stderr)
     return 0
 
 
@@ -205,10 +185,9 @@ def _run_save(
 ) -> int:
     """Print what saving the tree costs."""
     (mesh,) = args.mesh
-    arrays = stored_arrays(checkpoint)
     plan = plan_save(
         checkpoint.path,
-        _target(arrays, _axes(checkpoint, mesh, args, options), mesh),
+        _target(checkpoint, mesh, args, options),
         family=args.family,
         variant=variant(args),
         config=read_config(checkpoint),
@@ -268,11 +247,8 @@ def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse
     """Return the partition of the `--spec`; without any, each axis in turn shards a dimension that it divides."""
     if args.spec:
         return partition(mesh, given_spec(args.spec, mesh))
-    shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
-    names: dict[Axes, list[str]] = {}
-    for name, shape in shapes.items():
-        names.setdefault(spread(shape, mesh), []).append(re.escape(name))
-    return partition(mesh, {f"^(?:{'|'.join(group)})$": entries(axes) for axes, group in names.items()})
+    arrays = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
+    return Partition(mesh, names={name: spread(shape, mesh) for name, shape in arrays.items()})
 
 
 def _estimate_document(time: TimeEstimate, args: argparse.Namespace, streams: int) -> dict[str, Any]:
@@ -296,10 +272,9 @@ def _process_counts(args: argparse.Namespace) -> list[int]:
 def _scenario(
     checkpoint: Checkpoint, mesh: dict[str, int], count: int, args: argparse.Namespace, options: SafetensorsOptions
 ) -> Scenario:
-    arrays = stored_arrays(checkpoint)
-    shapes = {name: array.shape for name, array in arrays.items()}
-    axes = _axes(checkpoint, mesh, args, options)
-    targets = match(checkpoint, _target(arrays, axes, mesh), None, partial=True).targets
+    target = _target(checkpoint, mesh, args, options)
+    replicated = sum(leaf.sharding.is_fully_replicated for leaf in target.values())
+    targets = match(checkpoint, target, None, partial=True).targets
     restored = PlannedRestore(checkpoint, targets, count, options, args.all_processes)
     plan = restored.plan()
     time = None
@@ -307,7 +282,7 @@ def _scenario(
         time = estimate_time(
             plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=restored.limits.requests
         )
-    return Scenario(mesh, shapes, axes, restored, plan, time)
+    return Scenario(mesh, replicated, restored, plan, time)
 
 
 def _draw(scenario: Scenario, tree: Facts, page: Page | Drawing) -> None:
@@ -331,26 +306,28 @@ def _page(path: str | None) -> Page | Drawing | None:
     return Drawing(path) if path.endswith(".svg") else Page(path)
 
 
-def _axes(
+def _target(
     checkpoint: Checkpoint, mesh: dict[str, int], args: argparse.Namespace, options: SafetensorsOptions
-) -> dict[str, Axes]:
-    """Return the mesh axes that shard every array: those of `--spec`, or without any those that read least."""
-    shapes = {name: view.shape for name, view in checkpoint.leaves.items()}
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the tree that is planned for: every stored array, sharded by `--spec`, or without any as reads least."""
+    arrays = stored_arrays(checkpoint)
     if args.spec:
-        return assign(shapes, args.spec, mesh)
-    sharding_of = choose_shardings(checkpoint, _abstract(mesh), options)
-    return {name: axes_of(sharding_of(name, shape).spec) for name, shape in shapes.items()}
-
-
-def _abstract(mesh: Mapping[str, int]) -> AbstractMesh:
-    return AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        given = partition(mesh, given_spec(args.spec, mesh))
+        given.check((name, array.shape) for name, array in arrays.items())
+        sharding_of: ShardingOf = given.sharding
+    else:
+        sharding_of = choose_shardings(checkpoint, AbstractMesh(tuple(mesh.values()), tuple(mesh)), options)
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding_of(name, array.shape))
+        for name, array in arrays.items()
+    }
 
 
 def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     """Return all that `--json` says of one mesh."""
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
-    document |= {"uneven_arrays": scenario.uneven} | json.loads(plan.to_json())
+    document |= json.loads(plan.to_json())
     instead = scenario.restore.cheaper_shardings(plan)
     for leaf in document["over_reads"]:
         leaf["instead"] = [
@@ -360,27 +337,3 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     if (time := scenario.estimate) is not None:
         document["estimate"] = _estimate_document(time, args, scenario.restore.limits.requests)
     return document
-
-
-def _target(
-    arrays: Mapping[str, jax.ShapeDtypeStruct], axes: Mapping[str, Axes], mesh: Mapping[str, int]
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the tree that is planned for: every stored array, sharded by its axes."""
-    abstract = _abstract(mesh)
-    # Few partitions are distinct, and to the plan arrays that share one sharding are cheap.
-    shardings = {
-        distinct: NamedSharding(abstract, PartitionSpec(*entries(distinct))) for distinct in set(axes.values())
-    }
-    return {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[axes[name]])
-        for name, array in arrays.items()
-    }
-
-
-def _refusal(scenario: Scenario) -> str:
-    uneven, shapes, axes = scenario.uneven, scenario.shapes, scenario.axes
-    named = [f"{name!r} of shape {shapes[name]} by {axes_text(axes[name])}" for name in uneven[:_LISTED]]
-    more = f" and {len(uneven) - _LISTED:,} more" if len(uneven) > _LISTED else ""
-    return printable(
-        f"JAX has no arrays with shards of unequal size, so a restore is refused: {', '.join(named)}{more}"
-    )

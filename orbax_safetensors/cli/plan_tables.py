@@ -5,13 +5,13 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import TypeVar
 
 from orbax_safetensors import RestorePlan, SavePlan, TimeEstimate
-from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
+from orbax_safetensors.cli.partition import axes_text, mesh_text
 from orbax_safetensors.cli.tables import Cell, Facts, Printer, Seconds, Size, shape_text
+from orbax_safetensors.devices.sharding import Axes
 from orbax_safetensors.orbax_store.restore_plan import OrbaxLeafOverRead, OrbaxRestorePlan
 from orbax_safetensors.restore.advice import CheaperSharding
 from orbax_safetensors.restore.cost import LeafReads
@@ -27,14 +27,13 @@ class Scenario:
 
     Attributes:
       mesh: axis sizes by name.
-      shapes, axes: of every array, and how the mesh shards it.
+      replicated: how many arrays no axis cuts.
       restore, plan: the restore, and what it costs.
       estimate: how long it takes, if storage was described.
     """
 
     mesh: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-    axes: Mapping[str, Axes]
+    replicated: int
     restore: PlannedRestore
     plan: RestorePlan
     estimate: TimeEstimate | None
@@ -44,25 +43,10 @@ class Scenario:
         """Devices of the mesh."""
         return prod(self.mesh.values())
 
-    @property
-    def replicated(self) -> int:
-        """How many arrays no axis cuts."""
-        return sum(prod(shards(axes, self.mesh)) == 1 for axes in self.axes.values())
-
-    @cached_property
-    def uneven(self) -> list[str]:
-        """Names of the arrays that an axis does not divide."""
-        return [name for name, shape in self.shapes.items() if not _even(shape, self.axes[name], self.mesh)]
-
-
-def _even(shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int]) -> bool:
-    return all(size % count == 0 for size, count in zip(shape, shards(axes, mesh), strict=False))
-
 
 def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) -> None:
     """Print all there is to say of one mesh; `tree` are facts about the tree that is restored."""
     plan, time = scenario.plan, scenario.estimate
-    largest, smallest = plan.largest_shard, plan.smallest_shard
     facts = [
         *tree,
         *_mesh_facts(scenario.mesh),
@@ -71,17 +55,11 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
         ("replicated arrays", scenario.replicated),
         ("parameters", plan.total_params),
         ("bytes", Size(plan.total_bytes)),
+        ("bytes per device", Size(plan.largest_shard.nbytes)),
         ("requests to open", plan.open_requests),
+        *_time_facts(time),
     ]
-    if largest == smallest and not scenario.uneven:
-        facts += [("shards", "even"), ("bytes per device", Size(largest.nbytes))]
-    else:
-        facts += [
-            ("shards", "uneven"),
-            ("most bytes per device", Size(largest.nbytes)),
-            ("fewest bytes per device", Size(smallest.nbytes)),
-        ]
-    output.facts([*facts, *_time_facts(time)])
+    output.facts(facts)
     _processes(
         output,
         ("process", "needed", "read", "over-read", "requests", "staging", "destination"),

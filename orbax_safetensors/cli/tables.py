@@ -127,10 +127,6 @@ class Printer:
         """Print a JSON document, on one line in a pipe and indented on a terminal."""
         print(json.dumps(document, indent=2 if self._console else None), file=self._stream)
 
-    def flush(self) -> None:
-        """Write everything so far out, before another stream goes on."""
-        self._stream.flush()
-
     def table(
         self, columns: Sequence[str], rows: Iterable[Sequence[Cell]], notes: Iterable[Sequence[str]] | None = None
     ) -> None:

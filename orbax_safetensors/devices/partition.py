@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -39,7 +39,7 @@ class Partition:
     """A mesh, and for patterns of names, or whole names, the axes that shard an array's dimensions.
 
     The first pattern that matches anywhere in a name (`re.search`) decides. An array is not sharded if no pattern
-    matches its name, or if its shape does not fit. `names` are leaves of a target, which has no patterns.
+    matches its name, or if its shape does not fit. `names` are whole names, for partitions without patterns.
     """
 
     mesh: Mapping[str, int]
@@ -110,10 +110,19 @@ class Partition:
         parts = [self._parts(part) for part in spec] + [1] * (len(shape) - len(spec))
         return tuple(size // count for size, count in zip(shape, parts, strict=True))
 
+    def sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding of an array; its mesh is abstract."""
+        return _sharding_over(tuple(self.mesh.items()), self.spec(name, shape))
+
     def boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
         """Return the box of every device, in the order of the mesh."""
-        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
-        return device_boxes(NamedSharding(mesh, PartitionSpec(*self.spec(name, shape))), shape)
+        return device_boxes(self.sharding(name, shape), shape)
+
+
+@lru_cache(maxsize=2**10)  # few partitions are distinct, and arrays that share one sharding are cheap to plan
+def _sharding_over(mesh: tuple[tuple[str, int], ...], spec: tuple[str | tuple[str, ...] | None, ...]) -> NamedSharding:
+    names, sizes = zip(*mesh, strict=True)
+    return NamedSharding(AbstractMesh(sizes, names), PartitionSpec(*spec))
 
 
 def partition(mesh: MeshLike, patterns: Mapping[str, Spec] | None, like: Any = None) -> Partition:

@@ -191,7 +191,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["convert", QWEN3, "to", *TO_ORBAX, "--step", "-1"], "--step"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--step", "last"], "expected the number of a step"),
         (["reshard", ORBAX, "to", "--spec", "a=x"], "--spec names the axes of a --mesh"),
-        (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=y"], "the mesh has no axis 'y', it has x"),
+        (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=y"], "the mesh has no axis 'y', it has ['x']"),
         (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=x", "--spec", "a=-"], "is passed twice"),
         (["reshard", ORBAX, "to", "--mesh", "x=7", "--spec", "embedding=x"], "error: --spec: 'embedding': 'params."),
         (["reshard", QWEN3, "to", "--mesh", "x=2", "--spec", "norm=-,-,x"], "expected at most"),

@@ -1,13 +1,12 @@
 """Meshes and partitions from a command line."""
 
-from math import prod
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from orbax_safetensors.cli.arguments import UsageError
-from orbax_safetensors.cli.partition import assign, axes_text, parse_mesh, parse_rule, shards, spread
+from orbax_safetensors.cli.partition import axes_text, given_spec, parse_mesh, parse_rule, spread
+from orbax_safetensors.devices.partition import Partition
 from orbax_safetensors.errors import RuleError
 
 MESH = {"data": 2, "model": 4}
@@ -27,82 +26,62 @@ def test_bad_mesh(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "axes"),
+    ("text", "spec"),
     [
-        ("k=data", (("data",),)),
-        ("k=data,model", (("data",), ("model",))),
-        ("k=-,model", ((), ("model",))),
-        ("k=,model", ((), ("model",))),
-        ("k=data+model,-", (("data", "model"), ())),
+        ("k=data", ("data",)),
+        ("k=data,model", ("data", "model")),
+        ("k=-,model", (None, "model")),
+        ("k=,model", (None, "model")),
+        ("k=data+model,-", (("data", "model"), None)),
         ("k=", ()),
-        ("=data", (("data",),)),
-        ("(?=x)a=b=data", (("data",),)),
+        ("=data", ("data",)),
+        ("(?=x)a=b=data", ("data",)),
     ],
 )
-def test_rule(text, axes):
-    rule = parse_rule(text)
-    assert rule.axes == axes
-    assert rule.pattern.pattern == text.rpartition("=")[0]
+def test_rule(text, spec):
+    assert parse_rule(text) == (text, text.rpartition("=")[0], spec)
 
 
-@pytest.mark.parametrize("text", ["data", "(=data", "k=a b", "k=data+", "k=data,data", "k=a+a", "k=-+a"])
+@pytest.mark.parametrize("text", ["data", "k=a b", "k=data+", "k=-+a"])
 def test_bad_rule(text):
     with pytest.raises(UsageError):
         parse_rule(text)
 
 
-def test_the_first_rule_that_is_found_counts():
-    rules = [parse_rule("0.*kernel=model"), parse_rule("kernel$=data,model")]
-    shapes = {"layer.0.kernel": (8, 8), "layer.1.kernel": (8, 8), "layer.1.bias": (8,)}
-    assert assign(shapes, rules, MESH) == {
-        "layer.0.kernel": (("model",),),
-        "layer.1.kernel": (("data",), ("model",)),
-        "layer.1.bias": (),
-    }
+@pytest.mark.parametrize("text", ["(=data", "k=data,data", "k=data+data", "k=expert"])
+def test_a_rule_that_does_not_fit_the_mesh(text):
+    with pytest.raises(RuleError):
+        given_spec([parse_rule(text)], MESH)
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        (["kernel=expert"], "no axis 'expert', it has data, model"),
-        (["kernel=data,-,-"], "'kernel' of shape (8, 8), sharded as data,-,-: expected at most 2 entries"),
-        (["nothing=data"], "spec: 'nothing' is found in none of the 3 names of arrays, such as 'kernel'"),
-        (["k=data", "kernel=model"], "spec: 'kernel' is not used: earlier patterns apply to all 1 arrays"),
-    ],
-)
-def test_rules_that_do_not_fit(rules, message):
-    with pytest.raises((UsageError, RuleError)) as raised:
-        assign({"kernel": (8, 8), "bias": (8,), "step": ()}, [parse_rule(rule) for rule in rules], MESH)
-    assert message in str(raised.value)
-
-
-def test_arrays_of_fewer_dimensions_stay_whole(caplog):
-    shapes = {"kernel": (8, 8), "kernel.count": (3,), "step": ()}
-    assert assign(shapes, [parse_rule("=data,model")], MESH) == {
-        "kernel": (("data",), ("model",)),
-        "kernel.count": (),
-        "step": (),
-    }
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert "left whole: 'kernel.count' of shape (3,) (expected at most 1 entries)" in said
+def test_rules_are_what_the_functions_take():
+    rules = [parse_rule("kernel=data,model"), parse_rule("bias=-")]
+    assert given_spec(rules, MESH) == {"kernel": ("data", "model"), "bias": (None,)}
+    assert given_spec([], None) is None
+    with pytest.raises(UsageError, match="also pass --mesh"):
+        given_spec(rules, None)
+    with pytest.raises(UsageError, match="is passed twice"):
+        given_spec([*rules, rules[0]], MESH)
 
 
 def test_spread_examples():
-    assert spread((64, 48), MESH) == (("data", "model"),)
+    assert spread((64, 48), MESH) == (("data", "model"), None)
     assert spread((2, 48), MESH) == (("data",), ("model",))
-    assert spread((3, 48), MESH) == ((), ("data", "model"))
+    assert spread((3, 48), MESH) == (None, ("data", "model"))
     assert spread((4,), MESH) == (("data",),)
-    assert spread((0, 3), MESH) == spread((), MESH) == spread((5, 7), MESH) == ()
+    for shape in ((0, 3), (), (5, 7)):
+        assert not any(spread(shape, MESH))
 
 
 @given(st.lists(st.integers(0, 24), max_size=4), st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_spread_is_even(shape, sizes):
     mesh = {f"axis{number}": size for number, size in enumerate(sizes)}
-    axes = spread(tuple(shape), mesh)
-    used = [axis for entry in axes for axis in entry]
-    assert len(set(used)) == len(used)
-    for size, count in zip(shape, shards(axes, mesh), strict=False):
-        assert size % count == 0
-        assert count == 1 or size
-    assert prod(shards(axes, mesh)) == prod(mesh[axis] for axis in used)
-    assert parse_rule(f"x={axes_text(axes)}").axes == axes
+    spec = spread(tuple(shape), mesh)
+    assert Partition(mesh, {"": spec}).spec("any", tuple(shape)) == spec
+
+
+def test_axes_are_written_as_they_are_taken():
+    for axes in ((("data",), ("model",)), ((), ("data", "model"))):
+        assert parse_rule(f"k={axes_text(axes)}").spec == tuple(
+            entry[0] if len(entry) == 1 else entry or None for entry in axes
+        )
