@@ -46,7 +46,15 @@ class Requests:
         self._lock = threading.Lock()
 
     def start(self, request: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Start a request and return its future; a caller that stops waiting cancels it."""
+        """Start a request and return its future; a caller that stops waiting cancels it.
+
+        After `cancel`, no request is made, and the future is cancelled.
+        """
+        if self._cancelled:
+            request.close()
+            ended: Future[_T] = Future()
+            ended.cancel()
+            return ended
         try:
             future = _begin(request)
         except BaseException:
