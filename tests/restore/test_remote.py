@@ -1,21 +1,29 @@
-"""Checkpoints behind URLs: opened, verified, planned and restored as those in directories are."""
+"""Checkpoints behind URLs: opened, verified, planned and restored as those in directories are.
+
+What a store promises, whatever fails, is in `tests/storage/test_contract.py`; here it is seen from above.
+"""
 
 import _thread
 import json
-import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import obstore
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import remote
-from tests.support.files import random_bits, write, write_indexed
+from tests.support.files import DTYPES, random_bits, write, write_indexed
+from tests.support.quantized_layers import BF16, FAMILY, FP8, GRIDS, in_tree, quantized
+from tests.support.quantized_layers import same as same_but_nan
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.files import Files
 from tests.support.servers.server import Server
+from tests.support.sharded_files import PIECES, WHOLE, write_pieces
 
 RNG = np.random.default_rng(0)
 # Rows of `wide` are far enough apart that a column of it is read row by row.
@@ -26,7 +34,7 @@ TENSORS = {
 }
 
 
-pytestmark = [pytest.mark.both_devices, pytest.mark.usefixtures("soon")]
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def same(a, b):
     return np.asarray(a).tobytes() == b.tobytes() and a.dtype == b.dtype and a.shape == b.shape
 
 
-@pytest.mark.parametrize("path", ["many", "many/", "one", "one/model.safetensors"])
+@pytest.mark.parametrize("path", ["many/", "one", "one/model.safetensors"])
 def test_everything_comes_back(server, path):
     checkpoint = ost.open_checkpoint(f"{server.url}/{path}")
     assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == {
@@ -74,7 +82,8 @@ def test_headers_are_one_request_for_each_file(server):
     assert asked == [(f"/many/{name}", (0, remote.HEAD_BYTES)) for name in names]
 
 
-@pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P("y"), P()])
+@pytest.mark.both_devices
+@pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P()])
 def test_shards_and_what_is_read_for_them(server, mesh, spec, device):
     item = {
         name: jax.ShapeDtypeStruct(
@@ -106,6 +115,86 @@ def test_gaps_that_cost_less_than_a_request_are_read_along(server, mesh):
         assert {cost.num_requests for cost in costs} == {1 if gap is None else 2**18}
 
 
+@pytest.mark.both_devices
+def test_every_dtype(server, tmp_path, mesh):
+    tensors = {name: random_bits(RNG, (8, 4), dtype) for name, dtype in DTYPES.items()}
+    names = sorted(tensors)
+    write_indexed(tmp_path / "many", [{name: tensors[name] for name in names[number::3]} for number in range(3)])
+    with jax.enable_x64(True):
+        item = {
+            name: jax.ShapeDtypeStruct((8, 4), array.dtype, sharding=NamedSharding(mesh, P("x", "y")))
+            for name, array in tensors.items()
+        }
+        restored = ost.SafetensorsHandler().restore(f"{server.url}/many", ost.SafetensorsRestore(item))
+    assert all(same(restored[name], tensors[name]) for name in tensors)
+
+
+def test_every_request(server, mesh):
+    """Padding and truncating, casts, NumPy arrays, parts, and what is missing."""
+    sharding = NamedSharding(mesh, P("x", "y"))
+    with ost.SafetensorsCheckpointer() as checkpointer:
+        url = f"{server.url}/many"
+        args = {
+            "wide": ocp.ArrayRestoreArgs(sharding=sharding, global_shape=(4, 2**17 + 8), strict=False),
+            "tall": ocp.RestoreArgs(restore_type=np.ndarray),
+            "bias": ocp.ArrayRestoreArgs(mesh=mesh, mesh_axes=P("y"), dtype=jnp.float16),
+        }
+        restored = checkpointer.restore(url, restore_args=args)
+        assert same(restored["wide"], np.pad(TENSORS["wide"][:4], ((0, 0), (0, 8))))
+        assert same(restored["tall"], TENSORS["tall"])
+        assert restored["bias"].dtype == jnp.float16
+        placeholders = dict.fromkeys(TENSORS, ocp.PLACEHOLDER)
+        item = {**placeholders, "bias": jax.ShapeDtypeStruct((16,), np.float32, sharding=NamedSharding(mesh, P()))}
+        restored = checkpointer.restore(url, item=item)
+        assert same(restored["bias"], TENSORS["bias"])
+        assert restored["wide"] is ocp.PLACEHOLDER
+        with pytest.raises(ost.TensorMismatchError, match="missing"):
+            checkpointer.restore(url, item={"missing": item["bias"]})
+
+
+@pytest.mark.both_devices
+def test_a_quantised_checkpoint_of_a_family(server, tmp_path, mesh):
+    stored, plain = quantized(np.random.default_rng(11), *GRIDS["blocks"])
+    write(tmp_path / "one" / "model.safetensors", stored)
+    (tmp_path / "one" / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    expected = in_tree({name: np.asarray(array).astype(BF16) for name, array in plain.items()})
+    specs = {"layers": {"up": P(None, None, "y"), "norm": P("y")}}
+    item = jax.tree.map(
+        lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec)),
+        expected,
+        specs,
+    )
+    restored = ost.SafetensorsHandler(family=FAMILY).restore(f"{server.url}/one", ost.SafetensorsRestore(item))
+    jax.tree.map(same_but_nan, restored, expected)
+
+
+def test_pieces_of_tensors_in_a_bucket(s3, mesh, tmp_path):
+    """A plain server does not tell which files of pieces there are."""
+    (tmp_path / "pieces").mkdir()
+    write_pieces(tmp_path / "pieces", PIECES)
+    for path in (tmp_path / "pieces").iterdir():
+        obstore.put(s3.store(), f"x/{path.name}", path.read_bytes())
+    item = {
+        name: jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=NamedSharding(mesh, P("x", "y") if name == "grid" else P())
+        )
+        for name, array in WHOLE.items()
+    }
+    options = ost.SafetensorsOptions(storage_options=s3.options)
+    restored = ost.SafetensorsHandler(options=options).restore(f"{s3.url}/x", ost.SafetensorsRestore(item))
+    assert all(same(restored[name], WHOLE[name]) for name in WHOLE)
+
+
+def test_credentials_that_expire_on_the_way(s3, tmp_path):
+    write(tmp_path / "x", TENSORS)
+    obstore.put(s3.store(), "x/model.safetensors", (tmp_path / "x").read_bytes())
+    s3.server.fail(s3.expired, method="GET", path="*model.safetensors", skip=1, times=None)
+    handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(storage_options=s3.options))
+    with pytest.raises(ost.StorageError, match=f"{s3.url}/x/model.safetensors: reading .*{s3.expired.status}"):
+        handler.restore(f"{s3.url}/x")
+
+
+@pytest.mark.both_devices
 def test_faults_on_the_way_do_not_show(server):
     for fault in (Answer(503), Cut(100, "reset"), Cut(None, "close"), Answer(429)):
         server.fail(fault, skip=2, times=2)
@@ -151,7 +240,7 @@ def test_a_config_beside_the_files(server, tmp_path):
 def test_an_interrupt_ends_a_restore(server):
     url = f"{server.url}/one/model.safetensors"
     ost.open_checkpoint(url)
+    server.fail(Call(_thread.interrupt_main), skip=1)
     server.fail(Cut(None, "stall"), skip=1, times=None)
-    threading.Timer(0.2, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         ost.SafetensorsHandler().restore(url)
