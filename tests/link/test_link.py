@@ -10,37 +10,27 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.support import hang, stock_links
-from tests.support.family_samples import TREES, made_with
+from tests.support.family_samples import made_with
 from tests.support.link_models import DATA, made_by_maxtext
 
 pytestmark = pytest.mark.process
 
-# Samples with leaves that are computed: embeddings, norms and queries that are scaled or offset, ones that are not
-# stored, queries and keys, or gates, that are permuted inside of a dimension, and gates that share rows with others.
-MADE = {
-    "deepseek4",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gemma4_moe",
-    "gemma4_small",
-    "gpt-oss",
-    "llama2",
-    "llama3.1",
-    "llama4",
-    "llama4_dense",
-    "mistral",
-    "mixtral",
-    "qwen3.5",
-    "qwen3_vl_moe",
+# Samples, and whether leaves are computed: embeddings and norms that are scaled or offset, queries and keys, or gates,
+# that are permuted inside of a dimension, gates that share rows with others, ones that are not stored.
+SAMPLES = {
+    ("deepseek3", "scanned"): False,
+    ("gemma2", "scanned"): True,
+    ("gpt-oss", "unscanned"): True,
+    ("llama3.1", "scanned"): True,
+    ("qwen3", "unscanned"): False,
+    ("qwen3.5", "unscanned"): True,
 }
-ALL_WAYS = {"gemma2 scanned", "qwen3 unscanned", "deepseek3 scanned"}
-EACH = pytest.mark.parametrize("name", [" ".join(tree) for tree in TREES])
+EACH = pytest.mark.parametrize("name", [" ".join(sample) for sample in SAMPLES])
 
 
 @pytest.fixture(scope="module")
 def links(tmp_path_factory):
-    """All samples, linked as an item of a step each: what `link` returned, by name."""
+    """The samples, linked as an item of a step each: what `link` returned, by name."""
     root = tmp_path_factory.mktemp("links")
     return {
         f"{sample} {mode}": ost.link(
@@ -49,7 +39,7 @@ def links(tmp_path_factory):
             family="maxtext",
             variant=made_with(sample, mode),
         )
-        for sample, mode in TREES
+        for sample, mode in SAMPLES
     }
 
 
@@ -63,7 +53,7 @@ def read(links, tmp_path_factory):
             "npz": str(made_by_maxtext(name)),
             "above": ["params"],
             "around": {"step": 0, "params": {}, "opt_state": {}},
-            "ways": list(stock_links.WAYS) if name in ALL_WAYS else ["whole", "sharded"],
+            "ways": list(stock_links.WAYS),
         }
         for name, done in links.items()
     }
@@ -83,21 +73,14 @@ def read(links, tmp_path_factory):
 
 
 @EACH
-@pytest.mark.parametrize("way", ["whole", "sharded"])
-def test_stock_orbax_restores_what_maxtexts_converter_made(name, way, read):
-    assert read[name][way] == []
-
-
-@pytest.mark.parametrize("name", sorted(ALL_WAYS))
-@pytest.mark.parametrize("way", list(stock_links.WAYS)[2:])
-def test_everything_of_orbax_reads_a_link(name, way, read):
-    assert read[name][way] == []
+def test_everything_of_orbax_reads_what_maxtexts_converter_made(name, read):
+    assert read[name] == {way: [] for way in stock_links.WAYS}
 
 
 @EACH
 def test_what_is_geometry_is_not_made(name, links):
     done = links[name]
-    assert (done.made_bytes > 0) == (name.split()[0] in MADE)
+    assert (done.made_bytes > 0) == SAMPLES[tuple(name.split())]
     with np.load(made_by_maxtext(name)) as arrays:
         assert done.linked_bytes + done.made_bytes == sum(array.nbytes for array in arrays.values())
         assert done.num_arrays == len(arrays)

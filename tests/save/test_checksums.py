@@ -17,8 +17,6 @@ from orbax_safetensors.mapping import Family, stack, tensor
 from tests.support.files import random_bits
 from tests.support.saves import BF16, RNG, TREE, save, sharded
 
-pytestmark = pytest.mark.usefixtures("any_devices")
-
 SPECS = [P(), P("x"), P(None, "y"), P("y", "x"), P(("x", "y")), P(None, ("y", "x"))]
 
 
@@ -50,6 +48,7 @@ def tree(mesh):
     return leaves | {"empty": np.zeros((0, 3), np.int8), "scalar": 1.5, "host": np.asfortranarray(np.ones((5, 3)))}
 
 
+@pytest.mark.usefixtures("any_devices")
 @pytest.mark.parametrize("max_file_bytes", [5_000_000_000, 3000])
 def test_the_bytes_of_every_tensor(tmp_path, mesh, max_file_bytes):
     directory = save(tmp_path / "saved", tree(mesh), max_file_bytes=max_file_bytes)

@@ -29,9 +29,6 @@ from tests.support.files import DTYPES, other_names, random_bits, stored_arrays
 from tests.support.saves import BF16, INDEX, RNG, TREE, assert_same_bits, content, save, sharded, temporary
 from tests.support.strategies import examples, tensor_names
 
-pytestmark = pytest.mark.usefixtures("any_devices")
-
-
 def test_one_file(tmp_path):
     save(tmp_path, TREE, max_file_bytes=24 + 5 + 8 + 8)
     assert other_names(tmp_path) == ["model.safetensors"]
@@ -173,9 +170,17 @@ def test_one_line_is_logged(tmp_path, caplog, force):
     assert f"Saved 4 tensors to {tmp_path}/new: 45 bytes written here" in line
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int8, BF16, np.complex64], ids=str)
-def test_arrays_that_are_not_contiguous(tmp_path, dtype):
-    base = random_bits(RNG, (8, 12, 10), np.dtype(dtype))
+def test_arrays_that_are_not_contiguous(tmp_path):
+    trees = {str(dtype): not_contiguous(np.dtype(dtype)) for dtype in ("f4", "i1", BF16, "c8")}
+    save(tmp_path, trees, max_file_bytes=700)
+    restored = stored_arrays(tmp_path)
+    for dtype, tree in trees.items():
+        for name, array in tree.items():
+            assert_same_bits(restored[f"{dtype}.{name}"], np.asarray(array))
+
+
+def not_contiguous(dtype):
+    base = random_bits(RNG, (8, 12, 10), dtype)
     tree = {
         "transposed": base.T,
         "permuted": base.transpose(1, 0, 2),
@@ -191,9 +196,7 @@ def test_arrays_that_are_not_contiguous(tmp_path, dtype):
         "read only": base.copy(),
     }
     tree["read only"].flags.writeable = False
-    restored = stored_arrays(save(tmp_path, tree, max_file_bytes=700))
-    for name, array in tree.items():
-        assert_same_bits(restored[name], np.asarray(array))
+    return tree
 
 
 def test_scalars(tmp_path):
@@ -220,31 +223,36 @@ def shardings():
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_arrays_with_any_sharding(tmp_path, dtype):
-    host = random_bits(RNG, (8, 16, 6), DTYPES[dtype])
+@pytest.mark.usefixtures("any_devices")
+def test_arrays_of_any_dtype_with_any_sharding(tmp_path):
+    hosts = {name: random_bits(RNG, (8, 16, 6), dtype) for name, dtype in DTYPES.items()}
     with jax.enable_x64(True):
-        tree = {name: sharded(host, sharding) for name, sharding in shardings().items()}
-        restored = stored_arrays(save(tmp_path, tree, max_file_bytes=3000))
-    for name in tree:
-        assert_same_bits(restored[name], host)
+        tree = {
+            dtype: {name: sharded(host, sharding) for name, sharding in shardings().items()}
+            for dtype, host in hosts.items()
+        }
+        restored = stored_arrays(save(tmp_path, tree, max_file_bytes=30_000))
+    assert len(restored) == len(hosts) * len(shardings())
+    for name, array in restored.items():
+        assert_same_bits(array, hosts[name.rpartition(".")[0]])
 
 
 CASTS = [np.float16, BF16, np.float32, np.float64, np.int32, ml_dtypes.float8_e4m3fn, np.bool_]
 
 
-@pytest.mark.parametrize("wanted", CASTS, ids=str)
 @pytest.mark.parametrize("held", [np.float32, BF16, np.int8, ml_dtypes.float8_e5m2, ">f8"], ids=str)
-def test_a_cast_is_numpys(tmp_path, held, wanted):
+def test_a_cast_is_numpys(tmp_path, held):
     host = np.linspace(-100, 100, 8 * 16 * 6).reshape(8, 16, 6).astype(held)
-    tree = {"numpy": host[:, ::-1], "scalar": host[0, 0, 0]}
+    leaves = {"numpy": host[:, ::-1], "scalar": host[0, 0, 0]}
     if host.dtype.isnative:
-        tree |= {name: sharded(host, sharding) for name, sharding in shardings().items()}
-    args = {name: ocp.SaveArgs(dtype=wanted) for name in tree}
-    restored = stored_arrays(save(tmp_path, tree, args, max_file_bytes=3000))
+        leaves |= {name: sharded(host, sharding) for name, sharding in shardings().items()}
+    tree = {f"{number}": leaves for number in range(len(CASTS))}
+    args = {f"{number}": dict.fromkeys(leaves, ocp.SaveArgs(dtype=wanted)) for number, wanted in enumerate(CASTS)}
+    restored = stored_arrays(save(tmp_path, tree, args, max_file_bytes=30_000))
     with np.errstate(all="ignore"):
-        for name, leaf in tree.items():
-            assert_same_bits(restored[name], np.asarray(leaf).astype(wanted))
+        for number, wanted in enumerate(CASTS):
+            for name, leaf in leaves.items():
+                assert_same_bits(restored[f"{number}.{name}"], np.asarray(leaf).astype(wanted))
 
 
 def test_nothing_is_made_of_a_tree_that_cannot_be_stored(tmp_path):
@@ -309,6 +317,7 @@ def array_shardings(draw, shape):
     return NamedSharding(mesh, P(*spec))
 
 
+@pytest.mark.usefixtures("any_devices")
 @examples(60)
 @given(sharded_trees(), st.integers(1, 4), st.integers(1, 300), st.booleans(), st.randoms(use_true_random=False))
 def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file_bytes, kept, random):
@@ -336,23 +345,11 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
             assert_tiled(ranges, header.data_start, header.file_bytes)
 
 
-def test_scalars_of_one_save(tmp_path):
-    found = {}
-
-    def listen(event, value, **_):
-        if event.startswith("/jax/orbax/write/safetensors/"):
-            assert event not in found
-            found[event] = value
-
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+def test_scalars_of_one_save(tmp_path, mesh, scalars):
     host = random_bits(RNG, (16, 64), np.dtype("f4"))
     tree = {"both": sharded(host, NamedSharding(mesh, P("x", "y"))), "all": sharded(host, NamedSharding(mesh, P()))}
-    jax.monitoring.register_scalar_listener(listen)
-    try:
-        with recorded_writes() as writes:
-            save(tmp_path, tree)
-    finally:
-        jax.monitoring.unregister_scalar_listener(listen)
-    assert found[job.EVENT_BYTES_WRITTEN] == 2 * host.nbytes
+    with recorded_writes() as writes:
+        save(tmp_path, tree)
+    assert scalars[job.EVENT_BYTES_WRITTEN] == 2 * host.nbytes
     data = [begin for begin, _ in writes["model.safetensors"] if begin]
-    assert found[job.EVENT_STORAGE_WRITES] == found[job.EVENT_NUM_WRITES] == len(data)
+    assert scalars[job.EVENT_STORAGE_WRITES] == scalars[job.EVENT_NUM_WRITES] == len(data)

@@ -28,8 +28,6 @@ from tests.support.disks import file_system
 from tests.support.files import nothing_left, random_bits, stored_arrays
 from tests.support.saves import BF16, RNG, TREE, assert_same_bits, save, sharded
 
-pytestmark = pytest.mark.usefixtures("any_devices")
-
 FAULTY = {
     "a": random_bits(RNG, (16, 64), np.dtype("f4")),
     "b": random_bits(RNG, (64,), np.dtype("i1")),
