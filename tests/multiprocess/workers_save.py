@@ -326,29 +326,6 @@ def agreement(site: Site) -> dict[str, Any]:
     return found
 
 
-@scenario
-def agreement_from_several_threads(site: Site) -> None:
-    """Each process comes to the agreements in another order."""
-    keys = [processes.new_key("test") for _ in range(4)]
-    found: dict[str, str] = {}
-
-    def work(number: int) -> None:
-        failure = ValueError(f"in {number}") if number == site.count % 4 and site.index == 0 else None
-        try:
-            processes.agree(keys[number], failure)
-        except ost.StorageError as error:
-            found[keys[number]] = str(error)
-
-    threads = [threading.Thread(target=work, args=((number + site.index) % 4,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    number = site.count % 4
-    told = f"ValueError: in {number}" if site.index == 0 else f"process 0 failed: ValueError: in {number}"
-    assert found == {keys[number]: told}, found
-
-
 # One process that fails.
 
 
@@ -380,11 +357,6 @@ def _fails_everywhere(site: Site, name: str, victim: int, when: Callable[[int], 
 
 
 @scenario
-def the_last_process_cannot_write(site: Site) -> Any:
-    return _fails_everywhere(site, "full", site.count - 1, lambda offset: offset > 0, background=False)
-
-
-@scenario
 def the_last_process_cannot_write_in_the_background(site: Site) -> Any:
     return _fails_everywhere(site, "full async", site.count - 1, lambda offset: offset > 0, background=True)
 
@@ -392,11 +364,6 @@ def the_last_process_cannot_write_in_the_background(site: Site) -> Any:
 @scenario
 def the_first_process_cannot_write_headers(site: Site) -> Any:
     return _fails_everywhere(site, "headless", 0, lambda offset: offset == 0, background=False)
-
-
-@scenario
-def the_first_process_cannot_write_headers_in_the_background(site: Site) -> Any:
-    return _fails_everywhere(site, "headless async", 0, lambda offset: offset == 0, background=True)
 
 
 @scenario
@@ -463,18 +430,6 @@ def _disagreeing(site: Site, name: str, args: ost.SafetensorsSave) -> dict[str, 
 
 
 @scenario
-def metadata_that_differs(site: Site) -> dict[str, Any]:
-    metadata = {"host": "a name that moves the data" * (1 + 3 * site.index)}
-    return _disagreeing(site, "other metadata", ost.SafetensorsSave(_all("x")(site.mesh), metadata=metadata))
-
-
-@scenario
-def shapes_that_differ(site: Site) -> dict[str, Any]:
-    tree = {**_all("x")(site.mesh), "host": np.zeros(3 + site.index)}
-    return _disagreeing(site, "other shapes", ost.SafetensorsSave(tree))
-
-
-@scenario
 def shardings_that_differ(site: Site) -> dict[str, Any]:
     """A program that is not the same everywhere: some bytes would be nobody's."""
     spec = ("x", "y") if site.index else ("y", "x")
@@ -487,14 +442,6 @@ def an_order_that_differs(site: Site) -> dict[str, Any]:
     names = ["a", "b", "c"] if site.index else ["b", "a", "c"]
     tree = collections.OrderedDict((name, np.full(1000, 7.0)) for name in names)
     return _disagreeing(site, "another order", ost.SafetensorsSave(tree))
-
-
-@scenario
-def a_failure_that_is_no_text(site: Site) -> str:
-    """A path may hold bytes that are not UTF-8, which Python has as surrogates."""
-    failure = ValueError("no \udcff") if site.index == 0 else None
-    with _short_waits():
-        return error_of(lambda: processes.agree(processes.new_key("test"), failure))["kind"]
 
 
 @scenario
@@ -596,3 +543,13 @@ def one_process_has_no_memory_for_its_copies(site: Site) -> dict[str, Any]:
         checkpointer.wait_until_finished()
     site.check(site.root / "memory", tree)
     return found
+
+
+def killed_amid_the_data(root: str) -> None:
+    """The last process is killed in a save that replaces the checkpoint of another one."""
+    tree = _all("x")(full_mesh())
+    ost.save(Path(root, "model"), tree, max_file_bytes=MAX_FILE_BYTES)
+    if jax.process_index() == jax.process_count() - 1:
+        kill = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        mock.patch.object(local.os, "pwritev", kill).start()
+    ost.save(Path(root, "model"), jax.tree.map(jax.numpy.zeros_like, tree), force=True, max_file_bytes=MAX_FILE_BYTES)

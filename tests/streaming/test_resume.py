@@ -12,8 +12,17 @@ from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import arrays, check, make_source, opens
 
 
-@pytest.mark.parametrize("where", [0, 1, 5, "before_the_end"])
-@pytest.mark.parametrize("kind", list(CALLS))
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("to_orbax", 5),
+        ("to_orbax", "before_the_end"),
+        ("to_safetensors", 0),
+        ("to_safetensors", 5),
+        ("reshard_orbax", 1),
+        ("reshard_safetensors", "before_the_end"),
+    ],
+)
 def test_killed_and_resumed(forks, kind, where, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     forks.killed(kind, source, destination, where)
@@ -44,22 +53,14 @@ def test_killed_at_the_very_end(forks, where, tmp_path):
 
 
 @pytest.mark.parametrize("kind", list(CALLS))
-def test_without_resume_all_begins_anew(forks, kind, tmp_path):
+def test_another_source_is_not_mixed_in_and_without_resume_all_begins_anew(kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    forks.killed(kind, source, destination, 3)
-    result = CALLS[kind](source, destination)
-    assert result.nbytes == sum(array.nbytes for array in arrays().values())
-    check(kind, destination)
-
-
-@pytest.mark.parametrize("kind", list(CALLS))
-def test_another_source_is_not_mixed_in(forks, kind, tmp_path):
-    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    forks.killed(kind, source, destination, 3)
+    stopped(CALLS[kind], source, destination)
     make_source(kind, tmp_path / "from", seed=1)
     with pytest.raises(ost.TensorMismatchError, match="cannot be resumed"):
         CALLS[kind](source, destination, resume=True)
-    CALLS[kind](source, destination)
+    result = CALLS[kind](source, destination)
+    assert result.nbytes == sum(array.nbytes for array in arrays().values())
     check(kind, destination, seed=1)
 
 

@@ -63,8 +63,9 @@ def test_from_its_beginning_to_its_end():
     assert sink.steps == [*BEGINNING, "flush", "last", "finish", "release"]
 
 
-@pytest.mark.parametrize("error", [None, ValueError("of another library")])
-@pytest.mark.parametrize("step", [*BEGINNING, *END])
+@pytest.mark.parametrize(
+    ("step", "error"), [*((step, None) for step in (*BEGINNING, *END)), ("open", ValueError("of another library"))]
+)
 def test_what_fails_ends_it_and_lets_others_begin(step, error):
     steps = []
 

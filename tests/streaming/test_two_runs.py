@@ -15,10 +15,8 @@ from tests.support.killed_conversions import TO_ORBAX, arrays, check, make_sourc
 pytestmark = pytest.mark.process
 
 NBYTES = sum(array.nbytes for array in arrays().values())
-KINDS = list(CALLS)
 SEVERAL_FILES = "reshard_safetensors"
 OTHERS = "to: another save or conversion is writing here"
-both = pytest.mark.parametrize("resume", [False, True])
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def half(kind, source, destination, **more):
         CALLS[kind](source, destination, progress=stop, **more)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["to_safetensors", "reshard_orbax"])
 def test_the_second_is_refused(forks, kind, tmp_path):
     """However far the first is, and whatever the second is to begin with."""
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
@@ -63,8 +61,7 @@ def test_the_second_is_refused(forks, kind, tmp_path):
     is_alone(kind, tmp_path)
 
 
-@both
-@pytest.mark.parametrize("kind", ["to_safetensors", "to_orbax"])
+@pytest.mark.parametrize(("kind", "resume"), [("to_safetensors", True), ("to_orbax", False)])
 def test_a_kill_gives_the_lock_back(forks, kind, resume, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     with forks.stopped(kind, source, destination, 3) as first:
@@ -74,7 +71,7 @@ def test_a_kill_gives_the_lock_back(forks, kind, resume, tmp_path):
     is_alone(kind, tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["reshard_safetensors", "to_orbax"])
 def test_a_failure_gives_the_lock_back(kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     with nothing_left(tmp_path):
@@ -104,11 +101,8 @@ def test_one_that_waits_does_not_take_a_file_that_is_gone(tmp_path, monkeypatch)
 
 # Without locks the second takes all over, and the first finds out.
 
-WHERE = ["after_it_began", 0, 3, "before_the_rename"]
 
-
-@both
-@pytest.mark.parametrize("where", [3, "before_the_end"])
+@pytest.mark.parametrize(("where", "resume"), [(3, True), ("before_the_end", False), ("before_the_end", True)])
 def test_without_locks_the_first_fails_and_the_second_goes_on(forks, where, resume, tmp_path, no_locks):
     kind = SEVERAL_FILES
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
@@ -126,8 +120,9 @@ def test_without_locks_the_first_fails_and_the_second_goes_on(forks, where, resu
     is_alone(kind, tmp_path)
 
 
-@both
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("where", "resume"), [("after_it_began", False), (0, True), (3, False), (3, True), ("before_the_rename", True)]
+)
 def test_without_locks_the_first_leaves_the_second_to_be_resumed(forks, where, resume, tmp_path, no_locks):
     """No tile is recorded that only the first has written, to a file that is not there any more."""
     kind = SEVERAL_FILES
@@ -149,9 +144,8 @@ def fail(done, total):
     raise ost.StorageError("enough")
 
 
-@pytest.mark.parametrize("where", [0, 3])
-def test_without_locks_another_source_is_not_mixed_in(forks, where, tmp_path, no_locks):
-    kind = SEVERAL_FILES
+def test_without_locks_another_source_is_not_mixed_in(forks, tmp_path, no_locks):
+    kind, where = SEVERAL_FILES, 3
     source, other = make_source(kind, tmp_path / "from"), make_source(kind, tmp_path / "from" / "other", seed=1)
     with forks.stopped(kind, source, tmp_path / "to", where, "none") as first:
         half(kind, other, tmp_path / "to")
@@ -173,11 +167,10 @@ def test_without_locks_what_is_finished_stays(forks, kind, tmp_path, no_locks):
     check(kind, destination)
 
 
-@both
-@pytest.mark.parametrize("where", ["after_it_began", 3, "before_the_end"])
-@pytest.mark.parametrize("kind", ["reshard_orbax"])
-def test_without_locks_one_at_most_makes_a_checkpoint(forks, kind, where, resume, tmp_path, no_locks):
+@pytest.mark.parametrize(("where", "resume"), [("after_it_began", False), (3, True), ("before_the_end", True)])
+def test_without_locks_one_at_most_makes_a_checkpoint(forks, where, resume, tmp_path, no_locks):
     """Both write to one store; the last that began makes the checkpoint, or a later one that resumes."""
+    kind = "reshard_orbax"
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     with forks.stopped(kind, source, destination, where, "none") as first:
         if resume and where == "before_the_end":

@@ -41,12 +41,13 @@ def launch(
     processes: int,
     devices: int,
     killed: Collection[int] = (),
+    heartbeat_seconds: int = 100,
 ) -> list[Any]:
     """Calls `function`, as `module:name`, with `arguments` in every process; returns their results in order.
 
     Arguments and results are JSON. Every process has `devices` simulated CPU devices. Once one fails, or if they
     hang, the others are killed and `LaunchError` is raised. Those in `killed`, not the first, may end as
-    they like, and have no results.
+    they like, and have no results. Who is silent for `heartbeat_seconds` is no living process to the others.
     """
     with tempfile.TemporaryDirectory() as scratch, socket.socket() as reserved:
         # Bound and never listening: it keeps the port from others, and shares it with the coordinator.
@@ -57,6 +58,7 @@ def launch(
             "arguments": arguments,
             "processes": processes,
             "coordinator": f"127.0.0.1:{reserved.getsockname()[1]}",
+            "heartbeat_seconds": heartbeat_seconds,
             "lasting": [index for index in range(processes) if index not in killed],
         }
         Path(scratch, "job.json").write_text(json.dumps(job))
@@ -124,6 +126,7 @@ def _main(scratch: str, index: int) -> None:
         index,
         initialization_timeout=int(hang.SECONDS),
         shutdown_timeout_seconds=int(hang.SECONDS),
+        heartbeat_timeout_seconds=job["heartbeat_seconds"],
     )
     try:
         module, name = job["function"].split(":")
