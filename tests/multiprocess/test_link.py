@@ -33,8 +33,7 @@ def test_leaves_that_are_made_are_shared_between_processes(name, together):
     assert max(own) < 0.8 * sum(own) or name == "deepseek3"
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_stock_orbax_restores_them_in_any_number_of_processes(processes, together):
+def test_stock_orbax_restores_them_in_another_number_of_processes(together):
     root, _ = together
     jobs = [
         {
@@ -45,10 +44,8 @@ def test_stock_orbax_restores_them_in_any_number_of_processes(processes, togethe
         }
         for sample in SAMPLES
     ]
-    found = launch(
-        "tests.support.stock_links:sharded_over_all", json.dumps(jobs), processes=processes, devices=8 // processes
-    )
-    assert found == [[[] for _ in SAMPLES]] * processes
+    found = launch("tests.support.stock_links:sharded_over_all", json.dumps(jobs), processes=4, devices=2)
+    assert found == [[[] for _ in SAMPLES]] * 4
 
 
 def test_the_index_beside_the_files(together):
