@@ -146,11 +146,11 @@ def test_more_dimensions_than_numpy_has(call, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"# A page\nof text\n", b"PK\3\4\x14\0\0\0\0\0", b"GGUF\3\0\0\0\0"])
-@pytest.mark.parametrize("call", list(CALLS))
-def test_a_source_that_is_another_file(call, content, tmp_path):
+def test_a_source_that_is_another_file(content, tmp_path):
     (tmp_path / "from").write_bytes(content)
-    with pytest.raises(ost.HeaderError, match="from: is not a safetensors file: expected (the length|at least)"):
-        CALLS[call](tmp_path / "from", tmp_path / "to")
+    for call in CALLS.values():
+        with pytest.raises(ost.HeaderError, match="from: is not a safetensors file: expected (the length|at least)"):
+            call(tmp_path / "from", tmp_path / "to")
 
 
 def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
@@ -204,18 +204,18 @@ def test_patterns_that_come_too_late(tmp_path):
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("source", ["elsewhere", "new.partial", "new.partial/files"])
-def test_what_is_no_draft_is_never_deleted(tmp_path, source, resume):
+def test_what_is_no_draft_is_never_deleted(tmp_path, source):
     """Not even a source that is called like one."""
     checkpoint(tmp_path / source)
     (tmp_path / "new.partial").mkdir(exist_ok=True)
     (tmp_path / "new.partial" / "mine").write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     message = "is not an unfinished conversion" if source == "elsewhere" else "which is what becomes"
-    with pytest.raises(ost.StorageError, match=message):
-        ost.reshard(tmp_path / source, tmp_path / "new", resume=resume)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for resume in (False, True):
+        with pytest.raises(ost.StorageError, match=message):
+            ost.reshard(tmp_path / source, tmp_path / "new", resume=resume)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_destination_in_its_source(tmp_path):

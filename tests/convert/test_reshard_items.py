@@ -20,18 +20,24 @@ from orbax_safetensors.orbax_store import (
     open_orbax,
     open_step,
 )
-from tests.support.orbax_items import all_formats
+from tests.support.orbax_items import FORMATS
 from tests.support.sinks import AnySink
 from tests.support.steps import F4, OPT, PARAMS, SMALL, B, W, arrays, files, is_whole, same, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
-@pytest.fixture(params=["local", pytest.param("gs", marks=pytest.mark.server)])
+@pytest.fixture
 def root(request, tmp_path):
-    return epath.Path(request.getfixturevalue("orbax_gcs").url if request.param == "gs" else tmp_path)
+    """A directory of this machine; with `BOTH` an object store, too."""
+    store = getattr(request, "param", "local") == "gs"
+    return epath.Path(request.getfixturevalue("orbax_gcs").url if store else tmp_path)
 
 
+BOTH = pytest.mark.parametrize("root", ["local", pytest.param("gs", marks=pytest.mark.server)], indirect=True)
+
+
+@BOTH
 @pytest.mark.parametrize("given", ["", "7"])
 def test_all_items_of_a_step(root, given):
     save(root / "from")
@@ -165,6 +171,7 @@ def test_items_of_no_step(root, given):
         assert open_step(root / "to").metadata["item_handlers"].endswith("StandardCheckpointHandler")
 
 
+@BOTH
 def test_a_destination_in_a_step(root):
     save(root / "from")
     before = files(root / "from")
@@ -201,6 +208,7 @@ def not_there(directory):
         assert manager.latest_step() is None
 
 
+@BOTH
 def test_several_items_are_resumed(root):
     save(root / "from")
     with pytest.raises(InterruptedError):
@@ -241,6 +249,7 @@ def test_an_item_on_its_own_is_resumed(root):
     same(ocp.PyTreeCheckpointer().restore(root / "to"), OPT)
 
 
+@BOTH
 def test_copies_are_made_anew(root):
     """As one may have been cut short, and none goes through a link."""
     save(root / "from")
@@ -293,8 +302,7 @@ TREES = {
 
 
 @pytest.mark.skipif(ocp.__version__.startswith("0.11."), reason="Orbax 0.11 does not store empty names")
-@all_formats
-@pytest.mark.parametrize("tree", list(TREES))
+@pytest.mark.parametrize(("tree", "ocdbt", "zarr3"), [(tree, *FORMATS[number]) for number, tree in enumerate(TREES)])
 def test_empty_names(tmp_path, tree, ocdbt, zarr3):
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
     ocp.Checkpointer(handler).save(tmp_path / "from", arrays(TREES[tree]))

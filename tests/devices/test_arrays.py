@@ -52,10 +52,18 @@ def test_devices_with_the_same_box_share_its_memory(mesh):
     np.testing.assert_array_equal(array, shard)
 
 
-@pytest.mark.parametrize("dtype", [row.numpy for row in DTYPES.values() if row.numpy is not None], ids=str)
+BF16 = DTYPES["BF16"].numpy
+
+
 @pytest.mark.parametrize(
-    ("shape", "spec"),
-    [((8, 16), P("x", "y")), ((8, 16), P(None, "x")), ((8, 16), P()), ((), P()), ((0, 4), P(None, "y"))],
+    ("dtype", "shape", "spec"),
+    [
+        *((row.numpy, (8, 16), P("x", "y")) for row in DTYPES.values() if row.numpy is not None),
+        (BF16, (8, 16), P(None, "x")),
+        (BF16, (8, 16), P()),
+        (BF16, (), P()),
+        (BF16, (0, 4), P(None, "y")),
+    ],
     ids=str,
 )
 def test_shards_of_accelerators_are_seen_in_pinned_memory(mesh, accelerators, pinned, dtype, shape, spec):

@@ -19,9 +19,6 @@ from tests.support.accelerator import accelerator, shard_nbytes
 from tests.support.files import random_bits
 from tests.support.saves import RNG, assert_same_bits
 
-DTYPES = ["?", "i1", "u2", "f4", "c8", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
-
-
 # The globals of code of the package.
 IN_A_RESTORE = {"__name__": "orbax_safetensors.restore.replicas"}
 
@@ -46,8 +43,11 @@ def memory_of(array):
     return ctypes.string_at(shard.unsafe_buffer_pointer(), shard_nbytes(array))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("spec", [P(), P("x", "y"), P(None, ("x", "y"))], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "spec"),
+    [("f4", P()), ("f4", P("x", "y")), ("c8", P(None, ("x", "y"))), ("?", P("x", "y")), (ml_dtypes.int4, P("x", "y"))],
+    ids=str,
+)
 def test_bytes_arrive_late_and_whole(mesh, dtype, spec):
     host = some((8, 16), dtype)
     host.flags.writeable = False

@@ -15,12 +15,8 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.tiling import tiles
 from tests.support.files import random_bits
 from tests.support.saves import assert_same_bits
-from tests.support.tiers import cross
 
 RNG = np.random.default_rng(5)
-DTYPE_NAMES = sorted(name for name, dtype in DTYPES.items() if dtype.numpy is not None and dtype.numpy.itemsize <= 4)
-# Of each width and kind one; each is compiled for itself.
-FAST = {"BF16", "BOOL", "F32", "F8_E4M3", "I16"}
 SPECS = [P(), P("x"), P("y", "x"), P(None, "y"), P(("x", "y")), P(None, None, "x")]
 TILES = [(8, 4, 1), (3, 16, 2), (1, 5, 2), (8, 3, 2), (1, 7, 1), (2, 16, 1)]
 
@@ -38,11 +34,10 @@ def grown(sharding, array, tile):
     return growing.array()
 
 
-@pytest.mark.parametrize("name", cross(DTYPE_NAMES, FAST))
-def test_bits_of_every_dtype(mesh, name):
+# Of each width and kind one; each is compiled for itself.
+@pytest.mark.parametrize("name", ["BF16", "BOOL", "F32", "F8_E4M3", "I16"])
+def test_bits_of_every_width(mesh, name):
     dtype = DTYPES[name].numpy
-    if dtype.kind == "c":
-        pytest.skip("goes as a whole")
     array = random_bits(RNG, (16, 8), dtype)
     sharding = NamedSharding(mesh, P("x", "y"))
     assert can_grow(sharding, (16, 8), dtype)

@@ -43,7 +43,7 @@ def limits(draw, shape):
     return shard, draw(st.sampled_from([1, 16, 100, 4096, 16 * MiB]))
 
 
-@examples(1000)
+@examples(300)
 @given(st.data())
 def test_what_lies_at_the_addresses_is_numpys_array(data):
     made = data.draw(compositions())

@@ -79,7 +79,7 @@ def test_every_takes_every_nth(modes, step, data):
     assert found == wanted
 
 
-@examples(500)
+@examples(200)
 @given(st.data())
 def test_parts_of_a_copy_make_the_copy(data):
     made = data.draw(compositions())
@@ -95,7 +95,7 @@ def test_parts_of_a_copy_make_the_copy(data):
         assert sorted(found) == elements(copy)
 
 
-@examples(500)
+@examples(200)
 @given(st.data())
 def test_runs_are_the_bytes_a_copy_reads(data):
     made = data.draw(compositions())

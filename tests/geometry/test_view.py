@@ -14,7 +14,7 @@ from tests.support.views import boxes, compositions, run, run_backwards
 F4 = np.dtype("f4")
 
 
-@examples(1500)
+@examples(500)
 @given(st.data())
 def test_any_composition_is_numpys_array(data):
     made = data.draw(compositions())
@@ -29,7 +29,7 @@ def test_any_composition_is_numpys_array(data):
     np.testing.assert_array_equal(out, made.array[tuple(slice(*ends) for ends in box)])
 
 
-@examples(500)
+@examples(200)
 @given(st.data())
 def test_a_box_fills_only_the_corner_of_a_larger_destination(data):
     made = data.draw(compositions())
@@ -43,7 +43,7 @@ def test_a_box_fills_only_the_corner_of_a_larger_destination(data):
     np.testing.assert_array_equal(out, expected)
 
 
-@examples(500)
+@examples(200)
 @given(compositions())
 def test_reversed_copies_give_the_sources_back(made):
     whole = tuple((0, size) for size in made.array.shape)

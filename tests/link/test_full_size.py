@@ -17,11 +17,6 @@ MAXTEXT = {"family": "maxtext", "variant": {"scan_layers": True}}
 MOST_METADATA_BYTES = 64 * 2**20
 
 
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory):
-    return make("deepseek-v3", tmp_path_factory.mktemp("deepseek-v3"))
-
-
 def arrays(directory):
     """The names of the arrays of a checkpoint."""
     entries = json.loads((directory / "_METADATA").read_text())["tree_metadata"].values()
@@ -37,9 +32,11 @@ def opened(directory, name):
     return ts.open({"driver": "zarr3", "kvstore": kvstore}, context=ts.Context()).result()
 
 
-@pytest.mark.parametrize(("tree", "num_arrays"), [({}, 46_183), (MAXTEXT, 52)], ids=["as it is", "MaxText's tree"])
-def test_deepseek_v3(tree, num_arrays, deepseek, tmp_path):
-    done = ost.link(deepseek, tmp_path / "link", **tree)
+def test_deepseek_v3(tmp_path):
+    """As it is stored: each of many tensors is an array."""
+    num_arrays = 46_183
+    (tmp_path / "model").mkdir()
+    done = ost.link(make("deepseek-v3", tmp_path / "model"), tmp_path / "link")
     assert done.made_bytes == 0
     assert done.num_arrays == num_arrays
     assert done.linked_bytes > 1.3e12
@@ -54,11 +51,10 @@ def test_deepseek_v3(tree, num_arrays, deepseek, tmp_path):
         assert prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize <= 16 * 2**20
 
 
-@pytest.mark.parametrize(("model", "made"), [("qwen3-30b-a3b", 0), ("llama-3.1-405b", 0.1)])
-def test_plans(model, made, tmp_path):
+def test_plans(tmp_path):
     """Llama's queries and keys are permuted inside of heads, and have to be made."""
+    model = "llama-3.1-405b"
     make(model, tmp_path)
     plan = ost.plan_link(tmp_path, tmp_path / "link", **MAXTEXT)
     assert plan.linked_bytes + plan.made_bytes == sum(nbytes(*facts) for facts in stored(model).values())
-    assert plan.made_bytes <= made * plan.linked_bytes
-    assert (plan.made_bytes > 0) == (made > 0)
+    assert 0 < plan.made_bytes <= 0.1 * plan.linked_bytes

@@ -68,11 +68,10 @@ def faults(job, source, tmp_path):
 @pytest.mark.parametrize(
     ("ocdbt", "name", "place"),
     [
-        (ocdbt, name, place)
-        for ocdbt, names in ((True, OCDBT), (False, FILES))
-        for name in names
-        for place in PLACES
-        if (name, place) != ("d/x", "sparse")  # a file of data may be long
+        *((True, name, "pipe") for name in OCDBT),
+        *((False, name, "pipe") for name in FILES),
+        *((True, name, place) for name in ("_METADATA", "manifest.ocdbt") for place in PLACES if place != "pipe"),
+        *((False, "a/0", place) for place in PLACES if place != "pipe"),
     ],
     ids=str,
 )
@@ -101,8 +100,15 @@ def tracing():
 
 
 @pytest.mark.memory
-@pytest.mark.parametrize("name", ["_METADATA", "_sharding", "array_metadatas/process_0", "_CHECKPOINT_METADATA"])
-@pytest.mark.parametrize("job", ["open", "verify"])
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        ("open", "_METADATA"),
+        ("verify", "_sharding"),
+        ("open", "array_metadatas/process_0"),
+        ("verify", "_CHECKPOINT_METADATA"),
+    ],
+)
 def test_a_record_of_many_lists_takes_no_memory(sources, tmp_path, name, job, tracing):
     copy = tmp_path / "copy"
     shutil.copytree(sources / "True", copy)

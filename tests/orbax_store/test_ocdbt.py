@@ -189,16 +189,17 @@ def test_a_database_below_is_merged(entries, below):
         assert list(Path(scratch).rglob("made/d/*")) == values
 
 
-@pytest.mark.parametrize("where", [0, 5, 12, 13, 14, 40, 0.5, -5, -1])
 @pytest.mark.parametrize("which", ["manifest", "nodes"])
-def test_tensorstore_finds_a_byte_that_has_changed(which, where, tmp_path):
+def test_tensorstore_finds_a_byte_that_has_changed(which, tmp_path):
     database = Database(tmp_path, {b"%d" % number: DataReference("empty", 0, 0) for number in range(50)})
     path = database.nodes if which == "nodes" else tmp_path / MANIFEST
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content)) if isinstance(where, float) else where] ^= 0x10
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=path.name):
-        database.open().list().result()
+    content = path.read_bytes()
+    for where in (0, 5, 12, 13, 14, 40, len(content) // 2, -5, -1):
+        changed = bytearray(content)
+        changed[where] ^= 0x10
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=path.name):
+            database.open().list().result()
 
 
 @pytest.mark.full_size

@@ -77,7 +77,6 @@ def test_what_was_left_behind_by_another_sink(tmp_path, change, why):
 
 
 UNFINISHED = f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}"
-with_and_without_resume = pytest.mark.parametrize("resume", [False, True])
 
 
 def contents(root):
@@ -88,8 +87,7 @@ def contents(root):
     }
 
 
-@with_and_without_resume
-@pytest.mark.parametrize("kind", ["empty", "step", "items"])
+@pytest.mark.parametrize(("kind", "resume"), [("empty", False), ("step", True), ("items", True), ("items", False)])
 def test_what_orbax_itself_has_not_finished_is_deleted(tmp_path, kind, resume, monkeypatch, caplog):
     if kind == "empty":
         (tmp_path / UNFINISHED).mkdir()
@@ -111,9 +109,8 @@ def test_what_orbax_itself_has_not_finished_is_deleted(tmp_path, kind, resume, m
     is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
 
 
-@with_and_without_resume
 @pytest.mark.parametrize("finished", [False, True])
-def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, resume, caplog):
+def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, caplog):
     if finished:
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "mine", {"a": np.ones(3)})
         (tmp_path / "mine").rename(tmp_path / UNFINISHED)
@@ -123,17 +120,17 @@ def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, r
         (tmp_path / UNFINISHED / "model.safetensors").write_text("mine")
         why = "is not an unfinished checkpoint, it holds 'model.safetensors'; move it away"
     before = contents(tmp_path)
-    with pytest.raises(StorageError, match=f"{UNFINISHED}: {why}"):
-        step_sink(tmp_path, tree_of(leaf_of), resume=resume)
-    assert contents(tmp_path) == before
+    for resume in (False, True):
+        with pytest.raises(StorageError, match=f"{UNFINISHED}: {why}"):
+            step_sink(tmp_path, tree_of(leaf_of), resume=resume)
+        assert contents(tmp_path) == before
     assert "deleted" not in caplog.text
 
 
-@with_and_without_resume
 @pytest.mark.parametrize(
     ("place", "kind"), [("file", "file"), ("link", "link"), ("dangling", "link"), ("item", "link"), ("items", "link")]
 )
-def test_what_is_no_directory(tmp_path, place, kind, resume):
+def test_what_is_no_directory(tmp_path, place, kind):
     """A link is not followed, even to what would be taken up."""
     with step_sink(tmp_path / "other", tree_of(leaf_of)) as sink:
         fill(sink, values())
@@ -149,9 +146,10 @@ def test_what_is_no_directory(tmp_path, place, kind, resume):
         path = path / (place if place == "items" else f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
         path.symlink_to(other / f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
     before = contents(tmp_path)
-    with pytest.raises(StorageError, match=f"{path}: is a {kind} and not an unfinished checkpoint; move it away"):
-        step_sink(tmp_path / "to", tree_of(leaf_of), resume=resume)
-    assert contents(tmp_path) == before
+    for resume in (False, True):
+        with pytest.raises(StorageError, match=f"{path}: is a {kind} and not an unfinished checkpoint; move it away"):
+            step_sink(tmp_path / "to", tree_of(leaf_of), resume=resume)
+        assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("text", [b"", b'{"leav', b"\xff", b"\0\0", b"[1]", b"null", b'"leaves"'])
@@ -164,8 +162,7 @@ def test_a_record_that_is_damaged(tmp_path, text):
     write(tmp_path)
 
 
-@pytest.mark.parametrize("left", range(4))
-@pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
+@pytest.mark.parametrize(("left", "ocdbt"), [(0, True), (1, False), (2, True), (3, False)])
 def test_a_deletion_that_is_cut_short(tmp_path, left, ocdbt, monkeypatch):
     """What is half deleted is neither taken up nor taken for somebody else's."""
     with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:

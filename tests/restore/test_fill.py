@@ -86,6 +86,7 @@ def test_warm_files_are_read_from_the_page_cache(path, direct_bytes, monkeypatch
     assert direct_bytes["all"] == 0
 
 
+@pytest.mark.parametrize("path", [64], indirect=True, ids=["aligned"])
 @pytest.mark.parametrize(("pages", "is_direct"), [(1000, True), (100_000, False)])
 def test_auto_compares_the_shards_of_the_process_with_the_memory(path, direct_bytes, monkeypatch, pages, is_direct):
     monkeypatch.setattr(direct.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.__getitem__)

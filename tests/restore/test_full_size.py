@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import orbax_safetensors as ost
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.format.dtypes import nbytes
-from tests.support.full_size import stored
+from tests.support.full_size import make, stored
 
 MESH = {"fsdp": 64, "tensor": 8}
 # What a layer of multi-token prediction shares with the model.
@@ -27,9 +27,12 @@ def sharded(leaves, mesh):
     }
 
 
-@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
-def test_every_tensor_is_used_once_on_512_devices(full_size_model, scan_layers):
-    name, directory = full_size_model
+@pytest.mark.full_size
+@pytest.mark.parametrize(
+    ("name", "scan_layers"), [("deepseek-v3-fp8", True), ("gpt-oss-120b-mxfp4", False), ("llama-3.1-405b", True)]
+)
+def test_every_tensor_is_used_once_on_512_devices(name, scan_layers, tmp_path):
+    directory = make(name, tmp_path)
     variant = {"scan_layers": scan_layers}
     leaves = ost.open_checkpoint(directory, family="maxtext", variant=variant).leaves
     tensors = {name: facts for name, facts in stored(name).items() if not NOT_RESTORED.fullmatch(name)}

@@ -44,8 +44,7 @@ def target(mesh, specs, dtype=None):
 
 
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize("max_gap_bytes", [0, 16384, 10**9])
+@pytest.mark.parametrize(("dtype", "max_gap_bytes"), [(None, 0), (jnp.bfloat16, 16384), (None, 10**9)])
 def test_a_plan_says_what_a_restore_reads(directory, mesh, specs, dtype, max_gap_bytes, scalars):
     wanted = target(mesh, specs, dtype)
     options = ost.SafetensorsOptions(max_gap_bytes=max_gap_bytes)

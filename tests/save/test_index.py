@@ -449,11 +449,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), [(name, content) for name in BAD for content in BAD[name]])
-def test_small_files_that_are_not_ours(two_files, name, content):
-    (two_files / name).write_bytes(content)
-    with pytest.raises(ost.SafetensorsError, match=name):
-        ost.SafetensorsHandler().restore(epath.Path(two_files))
+@pytest.mark.parametrize("name", list(BAD))
+def test_small_files_that_are_not_ours(two_files, name):
+    for content in BAD[name]:
+        (two_files / name).write_bytes(content)
+        with pytest.raises(ost.SafetensorsError, match=name):
+            ost.SafetensorsHandler().restore(epath.Path(two_files))
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "_LINKED_FILES"])

@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, stack, tensor
 from tests.multiprocess.workers_families import sharded, stored_directory
-from tests.support.conversions import COMPUTED, MODELS, unused
+from tests.support.conversions import COMPUTED, unused
+from tests.support.family_samples import CHOSEN
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.maxtext_trees import stored as stored_in
 from tests.support.quantized_layers import FAMILY as QUANTIZED
 from tests.support.quantized_layers import GRIDS, config_of, in_tree, quantized, same
 from tests.support.roots import TESTDATA
 from tests.support.sharded_files import write_pieces
-from tests.support.tiers import cross
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 # The reference writer aligns data to 8 bytes.
@@ -69,8 +69,8 @@ def test_the_files_are_those_of_the_source_byte_for_byte(tmp_path, source, mesh,
     assert indexes[0]["weight_map"] == indexes[1]["weight_map"]
 
 
-@pytest.mark.parametrize("model", cross(sorted({model for model, _ in MODELS}), {"deepseek3_mtp", "gemma3"}))
-def test_every_model_of_maxtext(tmp_path, model, caplog):
+@pytest.mark.parametrize("model", [name for name, _ in CHOSEN])
+def test_models_of_maxtext(tmp_path, model, caplog):
     source = stored_directory(model)
     tree = restore(source, family="maxtext", variant={"scan_layers": False})
     saved, expected = saved_tensors(tmp_path / "saved", tree, source, family="maxtext"), stored_in(source)

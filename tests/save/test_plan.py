@@ -44,6 +44,10 @@ def both(shape):
     return ["data", "model"] if len(shape) > 1 and shape[0] % 2 == 0 and shape[1] % 4 == 0 else []
 
 
+def replicated(shape):
+    return []
+
+
 def planned(partition, process_count, path=QWEN3, family=None, variant=None, **more):
     """What saving the tree of a checkpoint beside it costs, and the checkpoint."""
     checkpoint = open_checkpoint(path, family=family, variant=variant)
@@ -84,9 +88,18 @@ def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_
     return plan.moved_bytes, plan.num_requests
 
 
-@pytest.mark.parametrize("family", [None, "maxtext"])
-@pytest.mark.parametrize("partition", [leading, inner, both, lambda shape: []])
-@pytest.mark.parametrize("process_count", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("partition", "process_count", "family"),
+    [
+        (leading, 1, None),
+        (leading, 4, "maxtext"),
+        (inner, 2, "maxtext"),
+        (inner, 4, None),
+        (both, 2, None),
+        (both, 4, "maxtext"),
+        (replicated, 4, None),
+    ],
+)
 def test_each_process_would_write_what_the_plan_says(monkeypatch, family, partition, process_count):
     variant = None if family is None else {"scan_layers": True}
     plan, checkpoint = planned(partition, process_count, family=family, variant=variant, max_file_bytes=40_000)
@@ -142,8 +155,7 @@ def test_to_an_object_store_in_parts(stored, monkeypatch):
     assert cost.num_requests == 4
 
 
-@pytest.mark.parametrize("family", [None, "maxtext"])
-@pytest.mark.parametrize("partition", [leading, both, lambda shape: []])
+@pytest.mark.parametrize(("partition", "family"), [(leading, None), (both, "maxtext"), (replicated, None)])
 def test_to_an_object_store_by_several_processes(stored, family, partition):
     """In files that one process each writes."""
     count, variant = 4, None if family is None else {"scan_layers": True}

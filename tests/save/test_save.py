@@ -29,6 +29,7 @@ from tests.support.files import DTYPES, other_names, random_bits, stored_arrays
 from tests.support.saves import BF16, INDEX, RNG, TREE, assert_same_bits, content, save, sharded, temporary
 from tests.support.strategies import examples, tensor_names
 
+
 def test_one_file(tmp_path):
     save(tmp_path, TREE, max_file_bytes=24 + 5 + 8 + 8)
     assert other_names(tmp_path) == ["model.safetensors"]

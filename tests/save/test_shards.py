@@ -120,8 +120,11 @@ def test_each_batch_is_on_its_way_before_the_one_before_is_written(tmp_path, cop
     }
 
 
-@pytest.mark.parametrize("number", [1, 4, 10])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(1, OSError(errno.ENOSPC, "full")), (4, KeyboardInterrupt()), (10, OSError(errno.ENOSPC, "full"))],
+    ids=repr,
+)
 def test_a_save_that_fails_holds_no_copies(tmp_path, copies, monkeypatch, young, number, error):
     real, writes = os.pwritev, itertools.count(1)
 
@@ -160,8 +163,9 @@ def test_an_asynchronous_save_does_not_keep_what_it_has_copied():
     assert job.shards.nbytes == 800
 
 
-@pytest.mark.parametrize("spec", [P("x", "y"), P(None, "x"), P()], ids=str)
-@pytest.mark.parametrize("how", ["donated", "deleted"])
+@pytest.mark.parametrize(
+    ("spec", "how"), [(P("x", "y"), "donated"), (P(None, "x"), "deleted"), (P(), "donated")], ids=str
+)
 def test_shards_on_cpu_devices_are_not_copied_and_outlive_their_array(spec, how):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
     sharding = NamedSharding(mesh, spec)
@@ -198,8 +202,10 @@ def test_shards_keep_the_numpy_memory_that_an_array_shares():
     assert freed.is_set()
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned_host", "unpinned_host"])
-@pytest.mark.parametrize("how", ["donated", "deleted"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("device", "donated"), ("device", "deleted"), ("pinned_host", "deleted"), ("unpinned_host", "donated")],
+)
 def test_arrays_of_accelerators_are_copied_wherever_they_are(mesh, accelerators, kind, how):
     host = random_bits(RNG, (8, 8), np.dtype("f4"))
     sharding = NamedSharding(mesh, P("x", "y"), memory_kind=kind)

@@ -45,6 +45,9 @@ TREES = [
     (name, mode) for name in SAMPLES for mode in ("scanned", "unscanned") if (DATA / name / f"mt_{mode}.npz").exists()
 ]
 
+# One of each kind, where models do not matter: scanned, with experts, with interleaved weights, tied.
+CHOSEN = [("deepseek3_mtp", "scanned"), ("gemma3", "scanned"), ("gpt-oss", "unscanned"), ("qwen3", "unscanned")]
+
 
 def made_with(name, mode):
     """The switches of the tree that MaxText made. Its script for a scanned Llama 4 drops the tower."""
