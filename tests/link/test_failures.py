@@ -17,21 +17,12 @@ from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapping import tensor
 from orbax_safetensors.storage import local
 from orbax_safetensors.storage.workspace import Lock
-from tests.support.files import nothing_left
+from tests.support.files import everything, nothing_left
 from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
 from tests.support.roots import TESTDATA
 
 PLACES = pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
 MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)
-
-
-def content(directory):
-    """All files below a directory, by path; what a link is to is its content."""
-    return {
-        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_symlink() or path.is_file()
-    }
 
 
 @pytest.fixture
@@ -52,26 +43,26 @@ def refused(error, message, *args, **keywords):
 def test_a_destination_that_exists(there, source, tmp_path):
     to = tmp_path / "to"
     {"a directory": to.mkdir, "a file": to.touch, "a dangling link": lambda: to.symlink_to("nowhere")}[there]()
-    before = content(tmp_path)
+    before = everything(tmp_path)
     refused(ost.StorageError, "to: already exists", source, to)
-    assert content(tmp_path) == before
+    assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "d", "_METADATA", "_sharding", "array_metadatas", "made"])
 def test_a_name_that_is_in_the_way(name, source):
     (source / name).write_text("mine")
-    before = content(source)
+    before = everything(source)
     refused(ost.StorageError, f"{name}: already exists, and a link writes it; move it away", source)
-    assert content(source) == before
+    assert everything(source) == before
 
 
 def test_files_that_are_linked_already(source):
     ost.link(source)
-    before = content(source)
+    before = everything(source)
     refused(ost.StorageError, "is already linked to Orbax, by a link or a save; link to another destination", source)
     with pytest.raises(ost.StorageError, match="holds model.*, _LINKED_FILES, .*; delete these files, or"):
         ost.SafetensorsHandler().save(source, ost.SafetensorsSave({"a": 3.0}))
-    assert content(source) == before
+    assert everything(source) == before
     ost.link(source, source.with_name("another"))
 
 
@@ -94,12 +85,12 @@ def test_memory_for_less_than_a_tile(job, beside, source, tmp_path):
     """Only a short leaf is made, because with so little memory every element of it is a tile."""
     family = replace(FAMILY, tree=lambda config: {**FAMILY.tree(config), "embed": tensor("embed", (64, 16))})
     to = None if beside else tmp_path / "to"
-    before = content(tmp_path)
+    before = everything(tmp_path)
     with pytest.raises(
         ost.SafetensorsError, match="memory_bytes is 15: 'norm' is moved in tiles of at least 2 bytes, .* 16 are"
     ):
         job(source, to, family=family, memory_bytes=15)
-    assert content(tmp_path) == before
+    assert everything(tmp_path) == before
     job(source, to, family=family, memory_bytes=16)
 
 
@@ -108,10 +99,10 @@ def test_something_else_where_the_work_is_done(beside, source, tmp_path):
     staging = source / ".link" if beside else tmp_path / "to.link"
     staging.mkdir()
     (staging / "mine").touch()
-    before = content(tmp_path)
+    before = everything(tmp_path)
     to = None if beside else tmp_path / "to"
     refused(ost.StorageError, r"link: is not an unfinished link, it holds 'mine'; move it away", source, to)
-    assert content(tmp_path) == before
+    assert everything(tmp_path) == before
     shutil.rmtree(staging)
     staging.touch()
     refused(ost.StorageError, r"link: is a file and not an unfinished link; move it away", source, to)
@@ -139,9 +130,9 @@ def test_something_else_where_the_work_is_done(beside, source, tmp_path):
 )
 def test_arguments_that_cannot_be_meant(args, keywords, error, message, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = content(tmp_path)
+    before = everything(tmp_path)
     refused(error, message, *args, **keywords)
-    assert content(tmp_path) == before
+    assert everything(tmp_path) == before
 
 
 @PLACES
@@ -178,7 +169,7 @@ def test_another_link_at_work(beside, source, tmp_path):
 @PLACES
 def test_a_file_that_changes_meanwhile(beside, source, tmp_path):
     to = None if beside else tmp_path / "to"
-    before = content(source)
+    before = everything(source)
     path = source / "model-00001-of-00002.safetensors"
     write = Staging.write
 
@@ -194,7 +185,7 @@ def test_a_file_that_changes_meanwhile(beside, source, tmp_path):
     refused(ost.TensorMismatchError, "was begun from other files or with other arguments", source, to, resume=True)
     ost.link(source, to)
     assert_same(read(to or source), arrays())
-    assert {name: text for name, text in content(source).items() if name in before} == before
+    assert {name: text for name, text in everything(source).items() if name in before} == before
 
 
 class KilledError(BaseException):
@@ -262,10 +253,10 @@ def lasting(files):
 def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
     """Leaves that have been made are not made again."""
     whole = make(tmp_path / "whole" / "model")
-    original = content(whole)
+    original = everything(whole)
     with interrupted(-1, killed, dies=True) as calls:
         ost.link(whole, None if beside else tmp_path / "whole" / "to", family=FAMILY)
-    expected = content(whole if beside else tmp_path / "whole" / "to")
+    expected = everything(whole if beside else tmp_path / "whole" / "to")
     assert calls.count("rename") == (9 if beside else 1)
     for number in some(calls):
         root = tmp_path / f"at {number}"  # a number alone would be a step
@@ -285,7 +276,7 @@ def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
         else:  # what the link was made in could not be deleted, which is a warning
             assert beside
             assert (place / "_METADATA").exists()
-        assert {name: text for name, text in content(source).items() if name in original} == original
+        assert {name: text for name, text in everything(source).items() if name in original} == original
         complete = (place / "_METADATA").exists()
         if complete:
             assert_same(read(place), mapped())
@@ -300,7 +291,7 @@ def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
             assert not told or told[-1][0] == 0, told
             assert done.made_bytes == MADE_BYTES
         assert_same(read(place), mapped())
-        assert lasting(content(place)) == lasting(expected)
+        assert lasting(everything(place)) == lasting(expected)
         left = {name for name in os.listdir(root) if not name.endswith(".lock")}  # a kill gives the lock back
         assert left == ({"model"} if beside else {"model", "to"})
         shutil.rmtree(root)

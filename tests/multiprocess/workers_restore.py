@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -149,16 +148,6 @@ def checkpointer_with_restore_args(site: Site) -> None:
 
 
 @scenario
-def checkpointer_with_an_item(site: Site) -> None:
-    item = structs(site.mesh())
-    with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
-        args = ost.SafetensorsRestore(item=item, partial_restore=True)
-        restored, cost = measured(lambda: checkpointer.restore(site.directory, args=args))
-    site.check(restored, list(SPECS))
-    check_cost(site, item, cost)
-
-
-@scenario
 def checkpoint_manager(site: Site) -> None:
     args = ost.SafetensorsRestore(item=structs(site.mesh()), partial_restore=True)
     with ocp.CheckpointManager(site.root, item_handlers={"params": ost.SafetensorsHandler()}) as manager:
@@ -170,15 +159,6 @@ def checkpoint_manager(site: Site) -> None:
         assert {name: leaf.shape for name, leaf in flatten(metadata.tree).items()} == {
             name: shape for name, (_, shape) in SMALL.items()
         }
-
-
-@scenario
-def one_file(site: Site) -> None:
-    names = [name for name in SPECS if name.startswith("layer")]
-    item = structs(site.mesh(), {name: SPECS[name] for name in names})
-    with ost.SafetensorsCheckpointer() as checkpointer:
-        restored = checkpointer.restore(site.directory / "model-00001-of-00002.safetensors", item)
-    site.check(restored, names)
 
 
 @scenario
@@ -205,19 +185,6 @@ def plan_of_numpy_leaves_beside_arrays(site: Site) -> None:
     assert restored.pop("count") == site.expected["count"]
     site.check(restored, [name for name in SPECS if name != "count"])
     check_cost(site, args, cost)
-
-
-@scenario
-def casts(site: Site) -> None:
-    """Each process reads what is stored and holds what was asked for."""
-    mesh = site.mesh()
-    args = {"mask": ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec("x")), dtype=np.int32)}
-    args["table"] = ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec("x")), dtype=ml_dtypes.bfloat16)
-    restored, cost = restore(site, args=args)
-    for name, dtype in (("mask", np.int32), ("table", ml_dtypes.bfloat16)):
-        assert not different_shards(restored[name], site.expected[name].astype(dtype)), name
-    check_cost(site, args, cost)
-    assert cost["bytes_read"] == [(site.expected["mask"].nbytes + site.expected["table"].nbytes) // site.count], cost
 
 
 @scenario

@@ -250,15 +250,6 @@ def asynchronously(site: Site) -> dict[str, list[int]]:
 
 
 @scenario
-def saved_and_restored(site: Site) -> None:
-    """What several processes save, they restore with other shardings."""
-    tree = _all("x", "y")(site.mesh)
-    save(site.root / "again", tree)
-    site.check(site.root / "again", _all(None, ("y", "x"))(site.mesh))
-    site.check(site.root / "again", _all()(site.mesh))
-
-
-@scenario
 def restored_by_stock_orbax(site: Site) -> None:
     """What several processes save, Orbax restores in as many, into other shardings and into those that were saved."""
     tree = _all("x", "y")(site.mesh)

@@ -27,7 +27,6 @@ from tests.support.orbax_items import (
     FORMATS,
     LEAVES,
     SAMPLES,
-    all_formats,
     boxes,
     fill,
     index,
@@ -44,28 +43,26 @@ from tests.support.sinks import step_sink
 from tests.support.steps import step_of
 from tests.support.strategies import examples
 
+HANDLERS = {
+    f"PyTree, {ocdbt=}, {zarr3=}": ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+    for ocdbt, zarr3 in FORMATS
+} | {"Standard": ocp.StandardCheckpointHandler()}
 
-@pytest.fixture(scope="module", params=["PyTree", "Standard"])
+
+@pytest.fixture(scope="module", params=list(HANDLERS))
 def saved(request, tmp_path_factory):
-    """What stock handlers write, by format."""
+    """What a stock handler writes."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-    root = tmp_path_factory.mktemp("saved")
-    for ocdbt, zarr3 in FORMATS:
-        path = root / f"{ocdbt}{zarr3}" / "3"
-        if request.param == "PyTree":
-            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
-            ocp.Checkpointer(handler).save(path, sharded(mesh), custom_metadata={"why": ["test"]})
-        else:  # it cannot be told to use Zarr 3
-            handler = ocp.StandardCheckpointHandler(use_ocdbt=ocdbt)
-            ocp.Checkpointer(handler).save(path, args=ocp.args.StandardSave(sharded(mesh)))
-    return lambda ocdbt, zarr3: root / f"{ocdbt}{zarr3}" / "3"
+    path = tmp_path_factory.mktemp("saved") / "3"
+    args = ocp.args.StandardSave if request.param == "Standard" else ocp.args.PyTreeSave
+    ocp.Checkpointer(HANDLERS[request.param]).save(path, args=args(sharded(mesh)))
+    return path
 
 
-@all_formats
-def test_leaves_and_values(saved, ocdbt, zarr3):
-    checkpoint = open_orbax(saved(ocdbt, zarr3))
+def test_leaves_and_values(saved):
+    checkpoint = open_orbax(saved)
     assert step_of(checkpoint) == 3
-    assert checkpoint.ocdbt == ocdbt
+    assert checkpoint.ocdbt == (saved / "manifest.ocdbt").exists()
     arrays = values()
     assert set(checkpoint.leaves) == {*LEAVES, "step", "rate"}
     for name, (dtype, shape, _) in LEAVES.items():
@@ -82,9 +79,8 @@ def test_leaves_and_values(saved, ocdbt, zarr3):
     is_values(checkpoint.tree(lambda name, leaf: checkpoint.value(name)))
 
 
-@all_formats
-def test_boxes(saved, ocdbt, zarr3):
-    checkpoint = open_orbax(saved(ocdbt, zarr3), memory_bytes=64)
+def test_boxes(saved):
+    checkpoint = open_orbax(saved, memory_bytes=64)
     arrays = values()
 
     @examples(40)
@@ -103,8 +99,8 @@ def test_boxes(saved, ocdbt, zarr3):
     check()
 
 
-def test_many_reads_at_once(saved):
-    checkpoint = open_orbax(saved(True, True), memory_bytes=1000)
+def test_many_reads_at_once(item):
+    checkpoint = open_orbax(item, memory_bytes=1000)
     arrays = values()
     outs = {(name, turn): np.empty_like(arrays[name]) for name in LEAVES for turn in range(20)}
     futures = [checkpoint.read(name, Box.whole(out.shape), out) for (name, _), out in outs.items()]
@@ -114,8 +110,8 @@ def test_many_reads_at_once(saved):
         same_bits(out, arrays[name])
 
 
-def test_reads_from_many_threads(saved):
-    checkpoint = open_orbax(saved(True, True), memory_bytes=300)
+def test_reads_from_many_threads(item):
+    checkpoint = open_orbax(item, memory_bytes=300)
     arrays = values()
     failures = []
 

@@ -13,6 +13,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     open_orbax,
 )
+from tests.support.files import everything
 from tests.support.orbax_items import LEAVES, fill, is_not_there, is_values, leaf_of, tree_of, values, write
 from tests.support.sinks import missing, step_sink
 
@@ -79,14 +80,6 @@ def test_what_was_left_behind_by_another_sink(tmp_path, change, why):
 UNFINISHED = f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}"
 
 
-def contents(root):
-    """All names with what they are of, as a change would show."""
-    return {
-        str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
-        for path in root.rglob("*")
-    }
-
-
 @pytest.mark.parametrize(("kind", "resume"), [("empty", False), ("step", True), ("items", True), ("items", False)])
 def test_what_orbax_itself_has_not_finished_is_deleted(tmp_path, kind, resume, monkeypatch, caplog):
     if kind == "empty":
@@ -119,11 +112,11 @@ def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, c
         (tmp_path / UNFINISHED).mkdir()
         (tmp_path / UNFINISHED / "model.safetensors").write_text("mine")
         why = "is not an unfinished checkpoint, it holds 'model.safetensors'; move it away"
-    before = contents(tmp_path)
+    before = everything(tmp_path)
     for resume in (False, True):
         with pytest.raises(StorageError, match=f"{UNFINISHED}: {why}"):
             step_sink(tmp_path, tree_of(leaf_of), resume=resume)
-        assert contents(tmp_path) == before
+        assert everything(tmp_path) == before
     assert "deleted" not in caplog.text
 
 
@@ -145,11 +138,11 @@ def test_what_is_no_directory(tmp_path, place, kind):
         shutil.copy(other / "_in_progress.json", path)
         path = path / (place if place == "items" else f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
         path.symlink_to(other / f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
-    before = contents(tmp_path)
+    before = everything(tmp_path)
     for resume in (False, True):
         with pytest.raises(StorageError, match=f"{path}: is a {kind} and not an unfinished checkpoint; move it away"):
             step_sink(tmp_path / "to", tree_of(leaf_of), resume=resume)
-        assert contents(tmp_path) == before
+        assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize("text", [b"", b'{"leav', b"\xff", b"\0\0", b"[1]", b"null", b'"leaves"'])

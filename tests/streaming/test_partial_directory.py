@@ -11,6 +11,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.streaming import partial_directory
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
+from tests.support.files import everything
 from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import check, make_source
 
@@ -41,14 +42,6 @@ def begun(draft, tiles=()):
         draft.open(0)
         draft.add(tiles)
     return Path(draft.directory).parent
-
-
-def everything(root):
-    """All names with what they are of, as a change would show."""
-    return {
-        str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
-        for path in root.rglob("*")
-    }
 
 
 def test_from_its_beginning_to_its_end(draft, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.storage.workspace import Lock
 from tests.support import interrupted
-from tests.support.files import nothing_left
+from tests.support.files import everything, nothing_left
 from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import TO_ORBAX, arrays, check, make_source, opens
 
@@ -22,10 +22,6 @@ OTHERS = "to: another save or conversion is writing here"
 @pytest.fixture
 def no_locks(monkeypatch):
     monkeypatch.setattr(fcntl, "flock", interrupted.no_locks)
-
-
-def everything(root):
-    return {path: path.is_file() and path.read_bytes() for path in root.rglob("*")}
 
 
 def is_alone(kind, tmp_path, seed=0):

@@ -77,6 +77,14 @@ def other_names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name not in FOR_ORBAX | {CHECKSUMS_NAME})
 
 
+def everything(root: Path) -> dict[str, str | bytes | bool]:
+    """All names below a directory with what they are of, as a change would show; a directory is False."""
+    return {
+        str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        for path in root.rglob("*")
+    }
+
+
 def stored_arrays(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """All tensors of a checkpoint by their stored names, whatever tree it was saved from."""
     names = ost.open_checkpoint(directory, family="identity").tensors

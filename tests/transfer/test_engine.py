@@ -18,7 +18,6 @@ from tests.support import hang
 
 F4 = np.dtype(np.float32)
 ROWS, REQUEST_BYTES = 6, 16
-SECONDS = 30
 FIRST = Stamp(0, "first")
 
 
@@ -75,7 +74,7 @@ class FakeFile:
 
 def until_cancelled(file, what):
     """A request that takes for ever unless it is cancelled."""
-    assert file.cancelled.wait(SECONDS)
+    assert file.cancelled.wait(hang.SECONDS)
     raise StorageError(f"{file.path}: cancelled")
 
 
@@ -143,7 +142,7 @@ def test_the_thread_that_waits_reports_what_has_moved():
 
     def waits(file, what):
         if what == ROWS // 2 * REQUEST_BYTES:
-            assert half.wait(SECONDS)
+            assert half.wait(hang.SECONDS)
 
     def report(share):
         shares.append(share)
@@ -232,7 +231,7 @@ def test_a_failure_ends_requests_of_other_threads_and_is_the_one_that_is_raised(
         until_cancelled(file, what)
 
     def fail(file, what):
-        assert stalled.wait(SECONDS)
+        assert stalled.wait(hang.SECONDS)
         raise MemoryError("no memory")
 
     case = Case(fail, stall)
@@ -247,7 +246,7 @@ def test_an_interrupt_ends_requests_and_is_raised_when_they_have_ended(monkeypat
     case = Case(lambda file, what: asked.set() or until_cancelled(file, what))
 
     def interrupted(futures, timeout):
-        assert asked.wait(SECONDS)
+        assert asked.wait(hang.SECONDS)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("orbax_safetensors.transfer.threads.wait", interrupted)
@@ -300,7 +299,7 @@ def test_a_value_that_a_cast_would_lose_names_file_and_tensor():
 
 
 def test_threads_write_into_the_file_at_which_fewest_are():
-    together = threading.Barrier(2, timeout=SECONDS)
+    together = threading.Barrier(2, timeout=hang.SECONDS)
 
     def wait_for_the_other_file(file, what):
         together.wait()
@@ -312,7 +311,7 @@ def test_threads_write_into_the_file_at_which_fewest_are():
 
 
 def test_several_threads_prepare_what_one_file_is_to_hold():
-    together = threading.Barrier(3, timeout=SECONDS)
+    together = threading.Barrier(3, timeout=hang.SECONDS)
     case = Case(lambda file, what: together.wait())
     with Writer(case.open, 8) as writer:
         case.write(writer)
