@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from orbax_safetensors.orbax_store.item_check import item_faults, step_items
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
 from orbax_safetensors.storage.paths import BUCKETS, PathLike, absolute_path, is_url
 from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import Stamp, Store
 
 # The files in which a save, a conversion or a link says more of the tensors.
 _RECORDS = (CHECKSUMS_NAME, RECORD_NAME, *INDEX_NAMES)
@@ -91,11 +93,23 @@ def _states(path: PathLike, storage_options: Mapping[str, Any] | None) -> object
         if is_url(absolute) and (absolute.partition("://")[0] not in BUCKETS or absolute.endswith(SUFFIX)):
             return None  # where nothing is replaced, or a reader may not be allowed to list the neighbours
         store, path = store_of(path, storage_options)
-        listed = (store.below(path) if store.is_local else store.list(path)) or {}
-        # Others may be written meanwhile.
-        names = [name for name in listed if "/" not in name and (is_part(name) or name in _RECORDS)]
-        return {name: listed[name] for name in names}
+        listed = store.list(path) or {}
+        names = [name for name in listed if is_part(name) or name in _RECORDS]  # others may be written meanwhile
+        return {name: _state(store, posixpath.join(path, name), listed[name]) for name in names}
     except SafetensorsError as error:
+        return str(error)
+
+
+def _state(store: Store, path: str, listed: Stamp | None) -> Stamp | str | None:
+    """Return the state of a file; a local store does not list it."""
+    if not store.is_local:
+        return listed
+    try:
+        if (file := store.find(path)) is None:
+            return None
+        with closing(file):
+            return file.stamp
+    except StorageError as error:
         return str(error)
 
 
