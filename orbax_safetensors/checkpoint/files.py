@@ -12,11 +12,10 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from orbax_safetensors.checkpoint.header_texts import StoredText, read_all, read_text, text_of
+from orbax_safetensors.checkpoint.header_texts import StoredText, read_text, text_of
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.foreign import of_bytes
 from orbax_safetensors.format.header import Header, fingerprint
@@ -29,6 +28,7 @@ from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
+from orbax_safetensors.storage.threads import Threads
 from orbax_safetensors.storage.whereabouts import instead
 
 logger = logging.getLogger(__name__)
@@ -263,23 +263,31 @@ def _index(path: str, text: StoredText) -> Index:
 
 
 def read_files(
-    store: Store,
-    paths: Sequence[str],
-    known: Mapping[str, StoredText],
-    *,
-    by_reference: bool,
+    store: Store, paths: Sequence[str], known: Mapping[str, StoredText], *, by_reference: bool
 ) -> Iterator[StoredFile | SafetensorsError]:
     """Yield each file with its header, in their order, or its error; `known` are headers that need not be read.
 
-    If `by_reference`, the `safetensors` package checks each header as well.
+    If `by_reference`, the `safetensors` package checks each header as well. On remote stores, many files are read at
+    once.
     """
-    return read_all(store, paths, partial(_stored_file, known, by_reference))
 
+    def read(path: str) -> StoredFile | SafetensorsError:
+        try:
+            stamp, text = known.get(path) or read_text(store, path)
+            file = StoredFile.of(path, stamp, text)
+            if by_reference:
+                check_by_reference(file.header, text, file=path)
+            return file
+        except SafetensorsError as fault:
+            return fault
 
-def _stored_file(known: Mapping[str, StoredText], by_reference: bool, store: Store, path: str) -> StoredFile:
-    """Return a file whose header is valid."""
-    stamp, text = known.get(path) or read_text(store, path)
-    file = StoredFile.of(path, stamp, text)
-    if by_reference:
-        check_by_reference(file.header, text, file=path)
-    return file
+    if store.is_local or len(paths) < 2:
+        yield from map(read, paths)
+        return
+    with Threads(min(store.cost.requests, len(paths)), "safetensors") as pool:
+        try:
+            yield from pool.map(read, paths)
+        except BaseException:  # an interrupt, or the caller has stopped to iterate
+            store.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from orbax_safetensors.errors import IndexFileError, SafetensorsError
+from orbax_safetensors.errors import IndexFileError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length
 from orbax_safetensors.format.index import is_index
 from orbax_safetensors.storage.store import File, Stamp, Store
-from orbax_safetensors.storage.threads import Threads
-
-_T = TypeVar("_T")
 
 
 class StoredText(NamedTuple):
@@ -41,24 +37,3 @@ def text_of(file: File) -> StoredText:
         return StoredText(file.stamp, bytes(text))
     finally:
         file.close()
-
-
-def read_all(store: Store, paths: Sequence[str], read: Callable[[Store, str], _T]) -> Iterator[_T | SafetensorsError]:
-    """Yield `read` of each file, in their order, or its error. On remote stores, many files are read at once."""
-
-    def attempt(path: str) -> _T | SafetensorsError:
-        try:
-            return read(store, path)
-        except SafetensorsError as fault:
-            return fault
-
-    if store.is_local or len(paths) < 2:
-        yield from map(attempt, paths)
-        return
-    with Threads(min(store.cost.requests, len(paths)), "safetensors") as pool:
-        try:
-            yield from pool.map(attempt, paths)
-        except BaseException:  # an interrupt, or the caller has stopped to iterate
-            store.cancel()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

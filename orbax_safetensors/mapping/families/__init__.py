@@ -1,8 +1,8 @@
 """The families of the package: a folder or a file for each convention."""
 
-from orbax_safetensors.mapping.families import flax, maxtext, tunix
-from orbax_safetensors.mapping.families.dequantized import DEQUANTIZED
+from orbax_safetensors.mapping.families import maxtext, tunix
+from orbax_safetensors.mapping.families.stored_names import DEQUANTIZED, FLAX
 
-FAMILIES = (*maxtext.FAMILIES, *tunix.FAMILIES, *flax.FAMILIES, DEQUANTIZED)
+FAMILIES = (*maxtext.FAMILIES, *tunix.FAMILIES, FLAX, DEQUANTIZED)
 
 __all__ = ["DEQUANTIZED", "FAMILIES"]
