@@ -6,6 +6,7 @@ the bytes of a file in their order: a thread then waits until it is the turn of 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import posixpath
 import threading
@@ -96,7 +97,6 @@ class _FileCheck:
         self.number = number
         self.sha256 = sha256
         self.failure: SafetensorsError | None = None
-        self.file: File | None = None
         self._checkpoint = checkpoint
         self._recorded = recorded
         self._entries = sorted(self.stored.header.tensors.values(), key=lambda entry: (entry.begin, entry.end))
@@ -116,12 +116,19 @@ class _FileCheck:
         for begin in range(self._begin, size, length):
             yield begin, min(begin + length, size)
 
-    def read(self, begin: int, end: int, memory: memoryview) -> None:
+    def open(self, stack: contextlib.ExitStack) -> File | None:
+        """Open the file, which `stack` closes; None if that fails."""
+        try:
+            return stack.enter_context(contextlib.closing(self._checkpoint.open_file(self.number)))
+        except SafetensorsError as error:
+            self.failure = error
+            return None
+
+    def read(self, file: File, begin: int, end: int, memory: memoryview) -> None:
         """Read a piece into `memory`, and sum it. Every piece is read, in any order, unless one has failed."""
         try:
             if self.failure is None:
-                assert self.file is not None
-                self.file.read([(begin, [memory])])
+                file.read([(begin, [memory])])
                 if self._recorded is not None:
                     self._sum(begin, end, memory)
         except SafetensorsError as error:
@@ -169,35 +176,28 @@ def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, pi
     done: list[int] = []
     total = sum(check.nbytes for check in checks)
     meter.begin(total)
-    turns = zip_longest(*([(check, *piece) for piece in check.pieces(piece_bytes)] for check in checks))
     buffers = deque(allocate([piece_bytes])[0] for _ in range(threads))
 
-    def read(check: _FileCheck, begin: int, end: int) -> None:
+    def read(check: _FileCheck, file: File, begin: int, end: int) -> None:
         buffer = buffers.pop()
-        check.read(begin, end, buffer.data[: end - begin])
+        check.read(file, begin, end, buffer.data[: end - begin])
         buffers.append(buffer)
         done.append(end - begin)
 
-    def cancel() -> None:
-        for check in checks:
-            if check.file is not None:
-                check.file.cancel()
+    with contextlib.ExitStack() as stack:
+        opened = {check: file for check in checks if (file := check.open(stack)) is not None}
 
-    try:
-        for check in checks:
-            try:
-                check.file = checkpoint.open_file(check.number)
-            except SafetensorsError as error:
-                check.failure = error
+        def cancel() -> None:
+            for file in opened.values():
+                file.cancel()
+
+        pieces = ([(*pair, *piece) for piece in pair[0].pieces(piece_bytes)] for pair in opened.items())
+        turns = zip_longest(*pieces)
         tasks = (partial(read, *task) for turn in turns for task in turn if task is not None)
         run_tasks(tasks, threads, cancel, lambda: meter.moved(sum(done) / max(total, 1)))
-        for check in checks:
-            if check.file is not None and check.failure is None:
+        for check, file in opened.items():
+            if check.failure is None:
                 try:
-                    check.file.check(check.stored.stamp)
+                    file.check(check.stored.stamp)
                 except SafetensorsError as error:
                     check.failure = error
-    finally:
-        for check in checks:
-            if check.file is not None:
-                check.file.close()

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from orbax_safetensors.checkpoint.header_texts import StoredText, read_text, text_of
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.foreign import of_bytes
-from orbax_safetensors.format.header import Header, fingerprint
+from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, fingerprint, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index, index_stem, is_index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import some
@@ -27,7 +26,7 @@ from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import Stamp, Store
+from orbax_safetensors.storage.store import File, Stamp, Store
 from orbax_safetensors.storage.threads import Threads
 from orbax_safetensors.storage.whereabouts import instead
 
@@ -44,6 +43,35 @@ _VARIANT = (
 _VARIANTS = re.compile(rf"{_VARIANT}(?:[._-]{_VARIANT})*", re.IGNORECASE)
 # How the names of Mistral's and Meta's own copies of a model begin.
 _COPY = "consolidated"
+
+
+class StoredText(NamedTuple):
+    """The JSON of a header, or a whole index, and the state of the file that it was read from."""
+
+    stamp: Stamp
+    text: bytes
+
+
+def read_text(store: Store, path: str) -> StoredText:
+    """Read the header of a `.safetensors` file, or a whole index; raises `SafetensorsError` if it can be neither."""
+    return text_of(store.open(path))
+
+
+def text_of(file: File) -> StoredText:
+    """Return what `read_text` returns of an open file, and close it."""
+    try:
+        begin, nbytes = 0, file.stamp.nbytes
+        if not is_index(file.path):
+            prefix = bytearray(min(PREFIX_BYTES, nbytes))
+            file.read([(0, [memoryview(prefix)])])
+            begin, nbytes = PREFIX_BYTES, header_length(bytes(prefix), nbytes, file=file.path)
+        elif nbytes > MAX_HEADER_BYTES:
+            raise IndexFileError(f"{file.path}: expected at most {MAX_HEADER_BYTES} bytes, found {nbytes}")
+        text = bytearray(nbytes)
+        file.read([(begin, [memoryview(text)])])
+        return StoredText(file.stamp, bytes(text))
+    finally:
+        file.close()
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,9 @@ def orbax_from_orbax(request: ReshardRequest) -> TileJob:
         source,
         request.destination if step.step is None else os.path.join(request.destination, step.step),
         {
-            name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
+            name: OrbaxItem(
+                item.tree(partial(anew, item)), item.recorded.custom_metadata, item.ocdbt, item.recorded.zarr3
+            )
             for name, item in items.items()
         },
         [(name,) for name in source.leaves],

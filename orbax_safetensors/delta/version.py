@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums
 from orbax_safetensors.checkpoint.data import check_data
-from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile
-from orbax_safetensors.checkpoint.header_texts import read_text
+from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile, read_text
 from orbax_safetensors.errors import ChecksumError, HeaderError, IndexFileError, MissingError, StorageError
 from orbax_safetensors.format.checksums import FileChecksums
 from orbax_safetensors.format.header import MAX_HEADER_BYTES

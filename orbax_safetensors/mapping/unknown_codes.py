@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.mapping.encodings import StoredTypes
-from orbax_safetensors.mapping.formats import EXPONENTS, FLOATS, FORMATS, Format
+from orbax_safetensors.mapping.formats import EXPONENTS, FLOATS, FORMATS
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 
 FLOAT_CODES = frozenset(name for name, dtype in DTYPES.items() if name[0] == "F" and dtype.bits < 16) - {"F8_E8M0"}
@@ -91,18 +91,10 @@ def is_known(pair: Pair) -> bool:
 def refusal(pair: Pair, stored: StoredTypes) -> str:
     """Return why the first of a pair has no values."""
     codes, beside = (f"{name!r} ({stored[name][1]}, shape {stored[name][0]})" for name in pair)
-    dtype = stored[pair.codes][1]
-    rules = dict.fromkeys(_rule(row) for row in FORMATS if dtype in row.dtypes)
-    known = f"formats with codes in {dtype} store {'; '.join(rules)}" if rules else f"no format has codes in {dtype}"
     return (
-        f"{codes} and {beside} beside it: expected plain values, or a known format of quantised tensors, found neither "
-        f"({known}); without a family, and with dequantize=False, tensors come as they are stored"
+        f"{codes} and {beside} beside it: expected plain values, or a known format of quantised tensors, found neither"
+        "; without a family, and with dequantize=False, tensors come as they are stored"
     )
-
-
-def _rule(row: Format) -> str:
-    required = [" or ".join(f"X{end}" for end in each.endings) for each in row.parameters if each.required]
-    return f"X{row.codes} with {', '.join(required)}"
 
 
 def _beside(name: str, names: Sequence[str], stored: StoredTypes, dtypes: Set[str] = _NUMBERS) -> Iterator[str]:

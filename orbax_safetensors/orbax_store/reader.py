@@ -76,6 +76,7 @@ class OrbaxCheckpoint:
       leaves: by key path, joined by dots.
       custom_metadata: what the user has saved with the step.
       ocdbt: whether arrays are stored in Orbax's database rather than in one file for each chunk.
+      recorded: the tree, with what the user has saved with the item, and the version of Zarr.
     """
 
     path: str
@@ -83,7 +84,7 @@ class OrbaxCheckpoint:
     leaves: Mapping[str, OrbaxLeaf]
     custom_metadata: dict[str, Any]
     ocdbt: bool
-    _recorded: RecordedTree = field(repr=False)
+    recorded: RecordedTree = field(repr=False)
     _stores: Mapping[str, ts.TensorStore] = field(repr=False)
     _budget: Budget = field(repr=False)
     _read_bytes: int = field(repr=False)
@@ -91,17 +92,7 @@ class OrbaxCheckpoint:
 
     def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
         """Return the tree of dicts and lists with `leaf(name, facts)` for its leaves, and its empty nodes."""
-        return self._recorded.map(lambda name: leaf(name, self.leaves[name]))
-
-    @property
-    def tree_custom_metadata(self) -> Any:
-        """Return what the user has saved with the item."""
-        return self._recorded.custom_metadata
-
-    @property
-    def zarr3(self) -> bool:
-        """Return whether arrays are stored in version 3 of Zarr."""
-        return self._recorded.zarr3
+        return self.recorded.map(lambda name: leaf(name, self.leaves[name]))
 
     def read(self, name: str, box: Box, out: np.ndarray) -> Future[None]:
         """Begin to fill `out` with the elements of `box`.
@@ -157,7 +148,7 @@ class OrbaxCheckpoint:
 
     def incomplete(self) -> Iterator[StorageError]:
         """Yield an error for each array of which chunks are missing, unless missing chunks are zeros."""
-        if not self._recorded.zeros_stored:
+        if not self.recorded.zeros_stored:
             return
         stored = {name: store.storage_statistics(query_fully_stored=True) for name, store in self._stores.items()}
         for name, future in stored.items():
@@ -345,7 +336,7 @@ def open_item(
         leaves=leaves,
         custom_metadata=recorded_with.get("custom_metadata") or {},
         ocdbt=ocdbt,
-        _recorded=tree,
+        recorded=tree,
         _stores=stores,
         _budget=budget,
         _read_bytes=min(_READ_BYTES, budget.nbytes // (2 * _COPIES)),

@@ -164,7 +164,7 @@ def test_metadata(tmp_path):
     assert (found.shape, found.dtype) == ((8, 12), BF16)
     assert found.storage.chunk_shape == found.storage.write_shape == (4, 3)
     assert found.sharding == named_sharding(tuple(MESH.items()), ("x", "y"))
-    assert open_orbax(tmp_path).tree_custom_metadata == {"of": ["the", "item"]}
+    assert open_orbax(tmp_path).recorded.custom_metadata == {"of": ["the", "item"]}
 
 
 def test_tiles_of_several_chunks_from_several_threads(tmp_path):

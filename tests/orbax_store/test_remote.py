@@ -87,7 +87,7 @@ def test_what_orbax_has_written(url, mesh, ocdbt, zarr3):
         checkpoint = opened_values(path)
         assert (checkpoint.path, step_of(checkpoint)) == (f"{url}/{step}/items", step)
         assert checkpoint.custom_metadata == {"of": step}
-        assert (checkpoint.ocdbt, checkpoint.zarr3) == (ocdbt, zarr3)
+        assert (checkpoint.ocdbt, checkpoint.recorded.zarr3) == (ocdbt, zarr3)
     assert checkpoint.leaves["params.kernel"].sharding == leaf_of("params.kernel").sharding
     out = np.empty((3, 5), LEAVES["params.kernel"][0])
     checkpoint.read("params.kernel", Box(((2, 5), (1, 6))), out).result()
