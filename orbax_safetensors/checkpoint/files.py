@@ -28,7 +28,7 @@ from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Stamp, Store
 from orbax_safetensors.storage.threads import Threads
-from orbax_safetensors.storage.whereabouts import instead
+from orbax_safetensors.storage.whereabouts import directory_hint
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         return Found([path], assumed=True)
     names = [name for name in states if is_part(name)]
     if not names:
-        raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{instead(path, states)}")
+        raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}{directory_hint(path, states)}")
     index, (index_name, files) = None, _chosen(path, names)
     findings = []
     requests = 1 + (index_name is not None)

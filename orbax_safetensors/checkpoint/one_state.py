@@ -26,19 +26,19 @@ def of_one_state(
     returns what tells states of the files apart, unless their bytes are compared with the state of their file anyway.
     `read` is what `attempt` does, for the error of a path that is replaced again and again.
     """
-    place = as_text(path)
+    text = as_text(path)
     for _ in range(_ATTEMPTS):
-        with _held(place):
-            before = _identity(place), files()
+        with _held(text):
+            before = _identity(text), files()
             try:
                 result = attempt()
             except SafetensorsError:
-                if (_identity(place), files()) == before:
+                if (_identity(text), files()) == before:
                     raise
             else:
-                if (_identity(place), files()) == before:
+                if (_identity(text), files()) == before:
                     return result
-    raise StorageError(f"{place}: was replaced while it was {read}, {_ATTEMPTS} times")
+    raise StorageError(f"{text}: was replaced while it was {read}, {_ATTEMPTS} times")
 
 
 @contextlib.contextmanager

@@ -198,17 +198,17 @@ def _whole(name: str, pieces: tuple[StoredPiece, ...], files: list[StoredFile]) 
             raise IndexFileError(f"{where}: {first.dtype.name} has several elements in a byte; pieces cannot be joined")
     boxes = [Box((at, at + size) for at, size in zip(start, entry.shape, strict=True)) for _, entry, start in pieces]
     shape = tuple(stop for _, stop in Box.hull(boxes))
-    filled = tuple(piece for piece, box in zip(pieces, boxes, strict=True) if box.volume)
+    nonempty = tuple(piece for piece, box in zip(pieces, boxes, strict=True) if box.volume)
     expected = f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found"
-    starts = np.array([box.start for box in boxes if box.volume]).reshape(len(filled), len(shape))
+    starts = np.array([box.start for box in boxes if box.volume]).reshape(len(nonempty), len(shape))
     stops = starts + np.array([box.shape for box in boxes if box.volume]).reshape(starts.shape)
     overlapping = np.triu((starts[:, None] < stops).all(axis=-1) & (starts < stops[:, None]).all(axis=-1), 1)
     if overlapping.any():
-        begins = [filled[number].start for number in np.argwhere(overlapping)[0]]
+        begins = [nonempty[number].start for number in np.argwhere(overlapping)[0]]
         raise IndexFileError(f"{expected} two that overlap, from {begins[0]} and from {begins[1]} on")
     if (found := sum(box.volume for box in boxes)) != prod(shape):
         raise IndexFileError(f"{expected} {found} of its {prod(shape)} elements")
-    return StoredTensor(first.dtype, shape, filled or pieces[:1])
+    return StoredTensor(first.dtype, shape, nonempty or pieces[:1])
 
 
 @lru_cache

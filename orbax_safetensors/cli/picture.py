@@ -61,11 +61,11 @@ _NEEDED = 0.9
 class Stretches(NamedTuple):
     """The stored bytes of all leaves, cut into stretches.
 
-    A place is the offset of a byte if the data of all files are one after the other.
+    A position is the offset of a byte if the data of all files are one after the other.
 
     Attributes:
-      begin: what to add to the offset of a byte in each file for its place.
-      cuts: the places between which the stretches lie, ascending.
+      begin: what to add to the offset of a byte in each file for its position.
+      cuts: the positions between which the stretches lie, ascending.
       cells: the cell of each stretch, -1 for bytes that no leaf has. A cell has a stretch in each of several tensors if
         these are short.
       bands: the caption of each band, and how many cells it has.
@@ -83,7 +83,7 @@ class Stretches(NamedTuple):
 
 
 class _TensorSpan(NamedTuple):
-    """The places of a stored tensor, or of a piece of it."""
+    """The positions of a stored tensor, or of a piece of it."""
 
     begin: int
     end: int
@@ -114,10 +114,10 @@ def stretches(checkpoint: Checkpoint) -> Stretches:
         captions.append((f"{printable(text)}, {human_bytes(size)}", cells))
         first += cells
     pieces.sort()
-    places = np.array(sorted({place for start, stop, _ in pieces for place in (start, stop)} or {0}), np.int64)
-    numbers = np.full(len(places) - 1, -1)
-    numbers[np.searchsorted(places, [start for start, _, _ in pieces])] = [cell for _, _, cell in pieces]
-    return Stretches(begin, places, numbers, captions)
+    positions = np.array(sorted({position for start, stop, _ in pieces for position in (start, stop)} or {0}), np.int64)
+    numbers = np.full(len(positions) - 1, -1)
+    numbers[np.searchsorted(positions, [start for start, _, _ in pieces])] = [cell for _, _, cell in pieces]
+    return Stretches(begin, positions, numbers, captions)
 
 
 def _bands(checkpoint: Checkpoint, begin: list[int]) -> list[tuple[str, list[_TensorSpan]]]:

@@ -31,9 +31,9 @@ class HiddenDirectory(Workspace):
         if not self._replaces:
             super().check_free()
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """See `Workspace`."""
-        super().check_place()
+        super().check_destination()
         self._check_directory(self.path)
 
     def _begun(self) -> None:

@@ -282,11 +282,11 @@ class _DeltaJob:
         """Write the files as objects, the index last; until then, what is in its place makes readers fail."""
         check_follows(self.store, self.publish, self.version)
         self.store.delete(path, self.store.below(path))
-        place, unfinished = posixpath.join(path, INDEX_NAME), UNFINISHED + f'"{secrets.token_hex(8)}"}}'.encode()
-        write_small(self.store, place, unfinished)
+        index_path, unfinished = posixpath.join(path, INDEX_NAME), UNFINISHED + f'"{secrets.token_hex(8)}"}}'.encode()
+        write_small(self.store, index_path, unfinished)
         (buffer,) = allocate([PIECE_BYTES])
         for name in sorted(os.listdir(directory), key=INDEX_NAME.__eq__):
-            if name == INDEX_NAME and find_small(self.store, place, MAX_HEADER_BYTES) != unfinished:
+            if name == INDEX_NAME and find_small(self.store, index_path, MAX_HEADER_BYTES) != unfinished:
                 raise already_running_error(path)
             with contextlib.closing(LocalStore().open(os.path.join(directory, name))) as file:
                 source = FileRange(file, 0, file.stamp.nbytes)

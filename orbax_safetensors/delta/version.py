@@ -112,14 +112,14 @@ def read_delta(store: Store, path: str) -> DeltaVersion:
     Raises `IndexFileError` or `HeaderError` if they are not valid, or of an encoding that this package does not write,
     and `StorageError` if there is no delta.
     """
-    place = posixpath.join(path, INDEX_NAME)
-    content = find_small(store, place, MAX_HEADER_BYTES)
+    index_path = posixpath.join(path, INDEX_NAME)
+    content = find_small(store, index_path, MAX_HEADER_BYTES)
     if content is None:
-        raise MissingError(f"{place}: is missing; a delta has an index")
-    index = Index.parse(content, file=place)
+        raise MissingError(f"{index_path}: is missing; a delta has an index")
+    index = Index.parse(content, file=index_path)
     if "delta_encoding" not in index.metadata:
-        raise IndexFileError(f"{place}: is of a full version, which needs no base: load it as it is")
-    version = _version_of(index, posixpath.basename(path), place)
+        raise IndexFileError(f"{index_path}: is of a full version, which needs no base: load it as it is")
+    version = _version_of(index, posixpath.basename(path), index_path)
     names: dict[str, set[str]] = defaultdict(set)
     for tensor, name in index.weight_map.items():
         names[posixpath.join(path, name)].add(tensor)
@@ -133,15 +133,15 @@ def read_delta(store: Store, path: str) -> DeltaVersion:
     return DeltaVersion(path, version, files, read_checksums(store, path))
 
 
-def _version_of(index: Index, name: str, place: str) -> int:
+def _version_of(index: Index, name: str, index_path: str) -> int:
     found = {key: index.metadata.get(key) for key in ("version", "base_version", *_ENCODING)}
     version = found["version"]
     number = int(version) if isinstance(version, str) and re.fullmatch(r"\d{6}", version) else 0
     if found != dict(index_of(number, {}).metadata) or number == 0:
         expected = {"version": "six digits", "base_version": "the version before", **_ENCODING}
-        raise IndexFileError(f"{place}: expected {expected}, found {found}")
+        raise IndexFileError(f"{index_path}: expected {expected}, found {found}")
     if (named := _NAME.fullmatch(name)) and int(named[1]) != number:
-        raise IndexFileError(f"{place}: expected the version of the directory, {named[1]}, found {version}")
+        raise IndexFileError(f"{index_path}: expected the version of the directory, {named[1]}, found {version}")
     return number
 
 

@@ -87,7 +87,7 @@ def all_holders(
 
 
 @lru_cache(maxsize=2**16)
-def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
+def boxes_digest(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
     """Return a digest of the boxes of all devices; it is the same in all processes with the same array."""
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     boxes = sorted((device.id, box_of(index, shape)) for device, index in indices.items())
@@ -178,13 +178,13 @@ def axes_of(sharding: jax.sharding.NamedSharding, rank: int) -> Axes:
 def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     """Return the box of each device of a mesh, in the order of the mesh."""
     sizes = dict(sharding.mesh.shape)
-    places = {axis: place for place, axis in enumerate(sizes)}
+    positions = {axis: position for position, axis in enumerate(sizes)}
     coordinates = np.array(list(np.ndindex(*sizes.values())), np.int64).reshape(-1, len(sizes)).T
     ranges = []
     for size, axes in zip(shape, axes_of(sharding, len(shape)), strict=True):
         block = np.zeros(coordinates.shape[1], np.int64)
         for name in axes:
-            block = block * sizes[name] + coordinates[places[name]]
+            block = block * sizes[name] + coordinates[positions[name]]
         length = -(-size // prod(sizes[name] for name in axes))
         start = np.minimum(block * length, size)
         ranges.append(zip(start.tolist(), np.minimum(start + length, size).tolist(), strict=True))

@@ -71,15 +71,15 @@ def lay_out(
     if stem == ADAPTER_STEM:
         return lay_out_files({ADAPTER_NAME: tensors}, metadata, alignment=alignment)
     groups: dict[Hashable, list[list[TensorFacts]]] = {}
-    filled: dict[Hashable, int] = {}
+    file_bytes: dict[Hashable, int] = {}
     for name, dtype, shape in tensors:
         key, size = group(name), nbytes(dtype, shape)
         files = groups.setdefault(key, [])
-        if not files or filled[key] + size > max_file_bytes:
+        if not files or file_bytes[key] + size > max_file_bytes:
             files.append([])
-            filled[key] = 0
+            file_bytes[key] = 0
         files[-1].append((name, dtype, shape))
-        filled[key] += size
+        file_bytes[key] += size
     parts = [part for files in groups.values() for part in files] or [[]]
     named = dict(zip(file_names(len(parts), stem), parts, strict=True))
     return lay_out_files(named, metadata, alignment=alignment, index_name=f"{stem}{INDEX_SUFFIX}", omitted=omitted)

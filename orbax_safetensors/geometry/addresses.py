@@ -27,7 +27,7 @@ MIN_CHUNK_BYTES = 64 * 2**10
 _CRUMBS = 8
 
 
-class Place(NamedTuple):
+class BoxAddresses(NamedTuple):
     """Where the chunks of one box of the grid, which begins at `first`, lie in a stored tensor.
 
     `offsets` has the shape of the box. It counts elements from the first of the tensor to the first of each chunk.
@@ -67,12 +67,12 @@ class Chunks:
         elements = sum(prod(map(extent, piece.dims)) for piece in _stored(self.view))
         return elements // prod(self.shape)
 
-    def places(self) -> Iterator[Place]:
-        """Yield the places of all stored chunks; the other chunks are zeros."""
+    def addresses(self) -> Iterator[BoxAddresses]:
+        """Yield the addresses of all stored chunks; the other chunks are zeros."""
         for piece in _stored(self.view):
             first = tuple(start // step for start, step in zip(piece.start, self.shape, strict=True))
             assert piece.tensor is not None
-            yield Place(piece.tensor, first, _offsets(piece.dims, self.shape) + piece.offset)
+            yield BoxAddresses(piece.tensor, first, _offsets(piece.dims, self.shape) + piece.offset)
 
 
 def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks | str:

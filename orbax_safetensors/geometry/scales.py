@@ -62,15 +62,15 @@ def _tile(dims: tuple[Modes, ...], offset: int, shape: Shape, blocks: tuple[int,
         reach = sum((size - 1) * stride for stride, size, _, _ in along) // unit
         if begin + reach >= length or any(stride % unit for stride, *_ in along):
             return (1,) * len(dims)  # the piece runs over the ends of rows or matrices
-        filled = 1  # positions that the digits so far run through without a gap, all of them in one block
+        covered = 1  # positions that the digits so far run through without a gap, all of them in one block
         for stride, size, number, inside in along:
-            if stride != unit * filled or block % filled or begin % filled or tile[number] != inside:
+            if stride != unit * covered or block % covered or begin % covered or tile[number] != inside:
                 break
-            share = gcd(block // filled, size, begin // filled)
+            share = gcd(block // covered, size, begin // covered)
             tile[number] *= share
             if share < size:
                 break
-            filled *= size
+            covered *= size
     return tuple(tile)
 
 

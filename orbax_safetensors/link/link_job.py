@@ -162,7 +162,7 @@ class LinkJob:
 
     def plan(self, process_count: int) -> LinkPlan:
         """Return what `run` would make, and what a restore by `process_count` processes would read; write nothing."""
-        self.staging.check_place()
+        self.staging.check_destination()
         nbytes = write_references(self._entries(), lambda *_: None)
         nbytes += sum(map(len, self._small_files().values()))
         restore = None

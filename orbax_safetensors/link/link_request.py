@@ -66,8 +66,8 @@ class LinkRequest:
         Without a destination, the directory above the files need not be a step.
         """
         path = _absolute(source)
-        place = _directory(path) if destination is None else _absolute(destination)
-        return cls(source=path, destination=place, new_step=destination is not None, **arguments)
+        directory = _directory(path) if destination is None else _absolute(destination)
+        return cls(source=path, destination=directory, new_step=destination is not None, **arguments)
 
     def __post_init__(self) -> None:
         _ = self.partition

@@ -38,7 +38,7 @@ MADE = "made"
 # The record of the link that was begun, until the link is whole.
 _RECORD = ".link.json"
 # The inodes, by name, of the files that move beside the safetensors files; it is there while they move.
-_PLACED = ".placed.json"
+_MOVED = ".placed.json"
 
 # The objects that make the index a checkpoint of Orbax, in the order in which they are written.
 _LAST = (TREE_FILE, FINISHED_FILE)
@@ -99,13 +99,13 @@ class Staging(_LinkWorkspace):
     def check_free(self) -> None:
         """See `Workspace`. Beside the files, only the names that a link writes have to be free."""
         if self._in_source:
-            _check_names(self.destination, {*os.listdir(self.destination)} - {*self._placed()})
+            _check_names(self.destination, {*os.listdir(self.destination)} - {*self._moved()})
         else:
             super().check_free()
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """See `Workspace`."""
-        super().check_place()
+        super().check_destination()
         self._check_directory(self.path)
         inside = os.listdir(self.path) if os.path.isdir(self.path) else []
         if (other := sorted({*inside} - {_RECORD})) and self._read() is None:
@@ -153,7 +153,7 @@ class Staging(_LinkWorkspace):
         """See `Workspace`."""
         with storage_errors(f"{self.destination}: cannot be finished", OSError):
             if self._in_source:
-                self._place()
+                self._move()
                 to_the_end(partial(remove_if_there, self.path))
             else:
                 self._store.sync(self.path)
@@ -165,7 +165,7 @@ class Staging(_LinkWorkspace):
         """See `Workspace`: the record in the finished link, if an interrupt has left it there."""
         remove_if_there(os.path.join(self.destination, _RECORD))
 
-    def _place(self) -> None:
+    def _move(self) -> None:
         """Move all files of the link beside the safetensors files; the one that makes it a checkpoint of Orbax last."""
         there = set(os.listdir(self.destination))
         # A step that Orbax has finished keeps its files that say so.
@@ -174,7 +174,7 @@ class Staging(_LinkWorkspace):
         ]
         names.sort(key=lambda name: (name == TREE_FILE, name))
         inodes = {name: os.lstat(os.path.join(self.path, name)).st_ino for name in names}
-        self.write(_PLACED, json.dumps(inodes).encode())
+        self.write(_MOVED, json.dumps(inodes).encode())
         try:
             for name in names:
                 if name == TREE_FILE:
@@ -185,17 +185,17 @@ class Staging(_LinkWorkspace):
             self._take_back()
             raise
 
-    def _placed(self) -> list[str]:
+    def _moved(self) -> list[str]:
         """Return the names that an unfinished link has moved; the one that makes it a checkpoint of Orbax first."""
-        inodes = self._json(_PLACED)
+        inodes = self._json(_MOVED)
         if not isinstance(inodes, dict):
             return []
         there = {entry.name: entry.inode() for entry in os.scandir(self.destination)}
-        placed = [name for name, inode in inodes.items() if there.get(name) == inode]
-        return sorted(placed, key=lambda name: name != TREE_FILE)
+        moved = [name for name, inode in inodes.items() if there.get(name) == inode]
+        return sorted(moved, key=lambda name: name != TREE_FILE)
 
     def _take_back(self) -> None:
-        for name in self._placed():
+        for name in self._moved():
             os.rename(os.path.join(self.destination, name), os.path.join(self.path, name))
 
 
@@ -218,7 +218,7 @@ class ObjectStaging(_LinkWorkspace):
         with storage_errors(self.made):
             return FINISHED_FILE in names(epath.Path(self.made))
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """See `Workspace`."""
         with storage_errors(self.path):
             inside = names(self._directory)

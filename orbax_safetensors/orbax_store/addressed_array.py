@@ -73,10 +73,10 @@ def array_entries(
     for name, (leaf, chunks) in arrays.items():
         yield _described(name, leaf, chunks.order, zarr3=zarr3)
         nbytes = chunks.nbytes
-        for place in chunks.places():
-            stored = location(place.tensor)
-            at = stored.begin + place.offsets * leaf.dtype.itemsize
-            grid = product(*(range(first, first + size) for first, size in zip(place.first, at.shape, strict=True)))
+        for box in chunks.addresses():
+            stored = location(box.tensor)
+            at = stored.begin + box.offsets * leaf.dtype.itemsize
+            grid = product(*(range(first, first + size) for first, size in zip(box.first, at.shape, strict=True)))
             for index, offset in zip(grid, at.reshape(-1).tolist(), strict=True):
                 yield _chunk_key(name, index, zarr3=zarr3), DataReference(files[stored.file], offset, nbytes)
 

@@ -11,7 +11,7 @@ from etils import epath
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json
-from orbax_safetensors.storage.whereabouts import instead
+from orbax_safetensors.storage.whereabouts import directory_hint
 
 TREE_FILE = "_METADATA"
 STRINGS_FILE = "_strings.json"
@@ -103,7 +103,7 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
     found = (
         f"; {unfinished} were never finished"
         if unfinished
-        else f", and no .safetensors file{instead(str(path), inside)}"
+        else f", and no .safetensors file{directory_hint(str(path), inside)}"
     )
     raise MissingError(f"{path}: holds no finished checkpoint of Orbax{found}")
 

@@ -115,7 +115,7 @@ class ItemWriter:
         )
 
     @property
-    def places(self) -> tuple[epath.Path, ...]:
+    def directories(self) -> tuple[epath.Path, ...]:
         """Return where the item is while the checkpoint is unfinished: before and after the item is finished."""
         return () if self._final is None else (self._final, self.directory)
 

@@ -141,11 +141,12 @@ class UnfinishedCheckpoint(Workspace):
             for name, value in facts(writer).items()
         }
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """See `Workspace`. A symbolic link is not followed."""
         with storage_errors(self.destination):
-            super().check_place()
-            for path in (self.path, *(os.fspath(place) for item in self.items.values() for place in item.places)):
+            super().check_destination()
+            of_items = (os.fspath(directory) for item in self.items.values() for directory in item.directories)
+            for path in (self.path, *of_items):
                 self._check_directory(path)
             if self.directory.exists():
                 self._check_unfinished()

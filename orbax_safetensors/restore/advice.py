@@ -58,14 +58,14 @@ def _partitions(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[list[A
     used = [axis for axis in sizes if any(axis in entry for entry in current)]
     one_dimension: list[Axes] = []
     several: list[Axes] = []
-    for places in product(range(len(shape)), repeat=len(used)):
+    for dimensions in product(range(len(shape)), repeat=len(used)):
         axes = tuple(
-            tuple(axis for axis, at in zip(used, places, strict=True) if at == dimension)
+            tuple(axis for axis, at in zip(used, dimensions, strict=True) if at == dimension)
             for dimension in range(len(shape))
         )
         counts = (prod(sizes[axis] for axis in entry) for entry in axes)
         if axes != current and all(size % count == 0 for size, count in zip(shape, counts, strict=True)):
-            (one_dimension if len(set(places)) == 1 else several).append(axes)
+            (one_dimension if len(set(dimensions)) == 1 else several).append(axes)
     return one_dimension, several
 
 

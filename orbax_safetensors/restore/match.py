@@ -73,10 +73,10 @@ class Matched:
         )
         return replace(self, leaves=tuple(leaves)) if chosen else self
 
-    def tree(self, filled: Iterable[Any]) -> Any:
-        """Return the tree with `filled` in place of the targets."""
-        values = iter(filled)
-        leaves = [next(values) if isinstance(leaf, Target) else leaf for leaf in self.leaves]
+    def tree(self, values: Iterable[Any]) -> Any:
+        """Return the tree with `values` in place of the targets."""
+        remaining = iter(values)
+        leaves = [next(remaining) if isinstance(leaf, Target) else leaf for leaf in self.leaves]
         return jax.tree_util.tree_unflatten(self.structure, leaves)
 
 
@@ -151,7 +151,7 @@ def args_of(sharding_of: ShardingOf | None, name: str, shape: tuple[int, ...]) -
     return _NUMPY_ARGS if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
 
 
-def placed(matched: Matched, path: str) -> Matched:
+def assign_devices(matched: Matched, path: str) -> Matched:
     """Return a tree with devices for all `jax.Array`s: JAX's default device for those without a sharding.
 
     Abstract meshes, as `jax.eval_shape` leaves them under `jax.set_mesh`, become the mesh that is set. Raises
@@ -161,7 +161,7 @@ def placed(matched: Matched, path: str) -> Matched:
     default: jax.sharding.Sharding | None = None
     leaves = list(matched.leaves)
     for number, target in enumerate(leaves):
-        if not isinstance(target, Target) or not (target.kind is jax.Array or target.unplaced):
+        if not isinstance(target, Target) or not (target.kind is jax.Array or target.lacks_sharding):
             continue
         where, sharding = f"{path}: {target.name!r}", target.sharding
         if sharding is None and jax.process_count() > 1:
@@ -169,7 +169,7 @@ def placed(matched: Matched, path: str) -> Matched:
                 f"{where} has no sharding, and there are {jax.process_count()} processes; give it one in restore_args "
                 "or in the item"
             )
-        if target.unplaced:
+        if target.lacks_sharding:
             continue
         if sharding is None:
             default = default or default_sharding()

@@ -30,7 +30,7 @@ _REPLICA_AXIS = 0
 _SOURCE = 0
 
 
-def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
+def fill_and_broadcast(filling: Filling, targets: Sequence[Target]) -> list[Any]:
     """Fill targets as `Filling.fill` does, except that one replica reads and broadcasts those with `broadcast`.
 
     Every process passes the same targets. Raises `TensorMismatchError` if such a target is not sharded over a mesh, and
@@ -48,10 +48,10 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
             targets[at] if reading[at] is None else replace(targets[at], sharding=_on_this_replica(targets[at]))
             for at in here
         ]
-        filled = dict(zip(here, filling.fill(read_here), strict=True))
+        values_here = dict(zip(here, filling.fill(read_here), strict=True))
         # Other processes are about to receive them.
         filling.check()
-        return [filled.get(at) for at in range(len(targets))]
+        return [values_here.get(at) for at in range(len(targets))]
 
     meshes = [cast(NamedSharding, targets[at].sharding).mesh for at in spread]
     processes = sorted({device.process_index for mesh in meshes for device in mesh.devices.flat})

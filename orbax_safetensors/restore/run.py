@@ -23,7 +23,7 @@ from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.restore import replicas
 from orbax_safetensors.restore.coordination import all_or_none, at_one_commit, restore_key
 from orbax_safetensors.restore.fill import filling
-from orbax_safetensors.restore.match import Matched, match, placed
+from orbax_safetensors.restore.match import Matched, assign_devices, match
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.restore.sharding_choice import choose_shardings
@@ -54,7 +54,7 @@ def restore(request: RestoreRequest) -> Any:
     targets = matched.targets
     with unless_changed(checkpoint), filling(checkpoint, targets, checksums, options) as under_way:
         if any(target.broadcast for target in targets):
-            return matched.tree(replicas.fill(under_way, targets))
+            return matched.tree(replicas.fill_and_broadcast(under_way, targets))
         return matched.tree(under_way.fill(targets))
 
 
@@ -74,7 +74,7 @@ def _prepared(request: RestoreRequest, key: str | None) -> _Prepared:
         stored = at_one_commit(stored, request, key)
     with unless_changed(stored), no_collection():
         checkpoint, matched = match_through_family(request, stored)
-        matched = placed(matched, checkpoint.path)
+        matched = assign_devices(matched, checkpoint.path)
         checksums = RestoreChecksums(checkpoint, partial=request.leaves_out) if options.checksums else None
         return _Prepared(checkpoint, matched, checksums)
 

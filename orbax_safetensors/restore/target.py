@@ -38,10 +38,10 @@ class Target:
         of each dimension.
       dtype: of the leaf.
       kind: `jax.Array`, `np.ndarray`, or the scalar type of NumPy or Python that is returned.
-      sharding: of a `jax.Array`; None until `match.placed` if the caller gave none.
+      sharding: of a `jax.Array`; None until `match.assign_devices` if the caller gave none.
       lossless: the caller did not request this dtype, so values must survive the cast.
       broadcast: one replica of the mesh reads, the others receive from it.
-      unplaced: the caller described an array without a sharding, so it is a NumPy array.
+      lacks_sharding: the caller described an array without a sharding, so it is a NumPy array.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Target:
     sharding: jax.sharding.Sharding | Format | None
     lossless: bool
     broadcast: bool = False
-    unplaced: bool = False
+    lacks_sharding: bool = False
 
     def of(self, name: str, view: View) -> Target:
         """Return the target for another leaf that is requested alike, and whose view has the same shape and dtype."""
@@ -65,7 +65,7 @@ class Target:
             self.sharding,
             self.lossless,
             self.broadcast,
-            self.unplaced,
+            self.lacks_sharding,
         )
 
     def cast(self, dtype: np.dtype) -> Target:
@@ -142,13 +142,13 @@ class Targets:
 def _target(name: str, view: View, packed: DType | None, leaf: Any, args: ocp.RestoreArgs) -> Target:
     """Return the target for a leaf; `packed` is the dtype of a tensor that is held packed, if there is one."""
     kind, sharding, broadcast = leaf_request(leaf, args, len(view.shape))
-    if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
+    if lacks_sharding := kind is jax.Array and sharding is None and args.restore_type is None:
         kind = np.ndarray
     dtype, lossless = _dtype(packed, view.dtype, kind, leaf, args)
     shape = _shape(view, kind, leaf, args)
     for held in ((view.shape, view.dtype), (shape, dtype)):
         check_holdable(*held)
-    return Target(name, view, shape, dtype, kind, sharding, lossless, broadcast, unplaced)
+    return Target(name, view, shape, dtype, kind, sharding, lossless, broadcast, lacks_sharding)
 
 
 def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs) -> tuple[int, ...]:

@@ -42,17 +42,17 @@ class Delivery:
     owner: int
 
 
-def deliveries(leaves: Sequence[Leaf], places: Mapping[str, Location], owners: Sequence[int]) -> list[Delivery]:
+def deliveries(leaves: Sequence[Leaf], locations: Mapping[str, Location], owners: Sequence[int]) -> list[Delivery]:
     """Return all deliveries, in an order in which the receiving processes take turns.
 
-    `places` say where tensors lie in the files, and `owners` which process writes each file.
+    `locations` say where tensors lie in the files, and `owners` which process writes each file.
     """
     queues: dict[int, list[tuple[int, int, Delivery]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
     for leaf in leaves:
         for tensor, boxes in _boxes(leaf.view).items():
-            place = places[tensor]
-            owner = owners[place.file]
-            queues[owner].append((place.file, place.begin, Delivery(leaf, Box.hull(boxes), tuple(boxes), owner)))
+            location = locations[tensor]
+            owner = owners[location.file]
+            queues[owner].append((location.file, location.begin, Delivery(leaf, Box.hull(boxes), tuple(boxes), owner)))
     for queue in queues.values():
         queue.sort(key=lambda entry: entry[:2])
     longest = max(map(len, queues.values()), default=0)

@@ -63,18 +63,18 @@ class SavedIndex:
     def write(
         self,
         layout: Layout,
-        places: Mapping[str, Location],
+        locations: Mapping[str, Location],
         write: Callable[[str, bytes], None],
     ) -> None:
         """Call `write` with the name and the content of every file, the one that makes it a checkpoint last.
 
-        `places` say where tensors lie in the files of `layout`.
+        `locations` say where tensors lie in the files of `layout`.
         """
         whole = all(array.is_whole for array in self.arrays.values())
         small = {} if self.nodes is None else item_files(self.nodes, whole=whole)
         write(NOTE_FILE, note_content(layout.fingerprints, self.names_tensors, small, saved=self.saved))
         files = [name for name, _ in layout.files]
-        write_references(array_entries(self.arrays, places.__getitem__, files, zarr3=self.zarr3), write)
+        write_references(array_entries(self.arrays, locations.__getitem__, files, zarr3=self.zarr3), write)
         for name, content in small.items():
             write(name, content)
 

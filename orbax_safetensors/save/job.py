@@ -29,7 +29,7 @@ from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
 from orbax_safetensors.devices.arrays import explicit_transfers
 from orbax_safetensors.devices.bar import passing
-from orbax_safetensors.devices.sharding import placement
+from orbax_safetensors.devices.sharding import boxes_digest
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
 from orbax_safetensors.format.index import Index
@@ -88,15 +88,15 @@ def prepare(request: SaveRequest) -> SaveJob:
         if request.existing == "replaced" and store.writes:
             # Files of another checkpoint stay as they are until the new checkpoint is complete.
             layout = avoiding(layout, frozenset(store.list(path) or ()))
-        places = locations(layout)
+        tensor_locations = locations(layout)
         numbers: Sequence[int] = range(len(layout.files))
         shards, delivered = NO_SHARDS, None
         if writers is not None:
             numbers = [number for number, writer in enumerate(writers) if writer == active.rank]
-            delivered = deliveries(contents.written, places, writers)
+            delivered = deliveries(contents.written, tensor_locations, writers)
         else:
             groups = tuple(written_here(grouped(contents.written), active))
-            shards = Shards(groups if store.is_local else stretches(groups, places))
+            shards = Shards(groups if store.is_local else stretches(groups, tensor_locations))
         files = NewFiles(store, path, [layout.files[number][0] for number in numbers], options)
         if active.is_primary:
             files.check_room(request.existing)
@@ -105,7 +105,7 @@ def prepare(request: SaveRequest) -> SaveJob:
             key=key,
             files=files,
             layout=layout,
-            places=places,
+            locations=tensor_locations,
             numbers=numbers,
             model_files=contents.model_files,
             index=saved_index(request, contents),
@@ -129,7 +129,7 @@ def _digest(contents: Contents, layout: Layout) -> str:
         digest.update(header.encoded)
     for leaf in contents.leaves:
         if isinstance(leaf.value, jax.Array):
-            digest.update(placement(leaf.value.sharding, leaf.shape).encode())
+            digest.update(boxes_digest(leaf.value.sharding, leaf.shape).encode())
         # Boxes are assigned to processes in this order. Headers have the name, so it can be encoded.
         digest.update(f"{leaf.name}\0{leaf.view!r}\0".encode())
     return digest.hexdigest()
@@ -143,7 +143,7 @@ class SaveJob:
       key: of the agreements of the processes.
       files: where this process makes files.
       layout: the files of the save.
-      places: where tensors lie in them.
+      locations: where tensors lie in them.
       numbers: of the files that this process writes into; of all if processes share files.
       index: for Orbax; the primary process writes it.
       shardings: that the primary process adds to those of Orbax, if Orbax itself writes the tree.
@@ -155,7 +155,7 @@ class SaveJob:
     key: str
     files: NewFiles
     layout: Layout
-    places: Mapping[str, Location]
+    locations: Mapping[str, Location]
     numbers: Sequence[int]
     model_files: ModelFiles
     index: SavedIndex | None
@@ -259,7 +259,7 @@ class SaveJob:
         num_writes = 0
         for batch in self.shards.batches(options.in_flight_bytes):
             blocks = [block for block, _ in batch]
-            plan = transfer_plan(blocks, self.places.__getitem__, max_gap_bytes=0)
+            plan = transfer_plan(blocks, self.locations.__getitem__, max_gap_bytes=0)
             if meter is not None:
                 meter.begin(sum(memory.nbytes for _, memory in batch))
             writer.run(plan, blocks, [memory for _, memory in batch], None if meter is None else meter.moved)
@@ -314,7 +314,7 @@ class SaveJob:
                     os.makedirs(path, exist_ok=True)
             renamed = {TREE_FILE: _UNFINISHED}
             self.index.write(
-                self.layout, self.places, lambda name, content: files.write(renamed.get(name, name), content)
+                self.layout, self.locations, lambda name, content: files.write(renamed.get(name, name), content)
             )
             for path in below if sync else ():
                 files.store.sync(path)
@@ -349,7 +349,7 @@ class SaveJob:
         if self._replaces:
             self._write_model_files()
         if self.index is not None:
-            self.index.write(self.layout, self.places, files.write)
+            self.index.write(self.layout, self.locations, files.write)
         if self.shardings:
             add_shardings(files.path, self.shardings)
         if index is not None:

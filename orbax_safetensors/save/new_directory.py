@@ -53,9 +53,9 @@ class NewDirectory(Workspace):
             if os.path.isdir(path):
                 check_replaceable(LocalStore(), path)
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """See `Workspace`. A conversion that can be resumed is kept as well."""
-        super().check_place()
+        super().check_destination()
         for left in (self._temporary, self._beside):
             self._check_directory(left)
             if os.path.lexists(os.path.join(left, RECORD_FILE)):

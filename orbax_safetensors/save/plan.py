@@ -148,7 +148,7 @@ def _to_shared_files(
 ) -> tuple[ProcessWrites, ...]:
     """Return the cost of writing the boxes of `planned` processes into the files of `layout`."""
     groups, everyone = grouped(leaves), tuple(range(process_count))
-    places = locations(layout)
+    tensor_locations = locations(layout)
 
     def writes(process: int) -> ProcessWrites:
         blocks = [
@@ -158,7 +158,7 @@ def _to_shared_files(
             for box in boxes
         ]
         # Gaps are never written: their bytes belong to other processes.
-        plan = transfer_plan(blocks, places.__getitem__, max_gap_bytes=0)
+        plan = transfer_plan(blocks, tensor_locations.__getitem__, max_gap_bytes=0)
         files = [FileWrites(layout.files[file.number][0], file.moved_bytes, file.num_requests) for file in plan.files]
         return ProcessWrites(process, plan.moved_bytes, plan.num_requests, tuple(files))
 

@@ -91,14 +91,14 @@ def written_by(process: int, groups: Iterable[Sequence[Leaf]], holders: Holders)
         yield tuple(out)
 
 
-def stretches(groups: Iterable[tuple[Owned, ...]], places: Mapping[str, Location]) -> list[tuple[Owned, ...]]:
+def stretches(groups: Iterable[tuple[Owned, ...]], locations: Mapping[str, Location]) -> list[tuple[Owned, ...]]:
     """Return groups in the order of their bytes in the files.
 
     Groups whose bytes interleave become one group, so that each group is one stretch of the files.
     """
     spans = []
     for group in groups:
-        at = [(places[name].file, places[name].begin) for leaf, _ in group for name in leaf.view.tensors]
+        at = [(locations[name].file, locations[name].begin) for leaf, _ in group for name in leaf.view.tensors]
         spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
     spans.sort(key=lambda span: span[:2])
     out: list[tuple[Owned, ...]] = []

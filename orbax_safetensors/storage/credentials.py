@@ -68,13 +68,13 @@ def asks_metadata(error: str) -> bool:
 def not_found(scheme: str) -> str:
     """Say that there are no credentials for a scheme, and where they were looked for."""
     boto3 = "" if find_spec("boto3") else ", which takes boto3: pip install boto3"
-    places_of = {
+    origins = {
         S3: f"AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile in ~/.aws (AWS_PROFILE{boto3})",
         GCS: "GOOGLE_APPLICATION_CREDENTIALS, a login of gcloud",
         AZURE: "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, AZURE_STORAGE_CONNECTION_STRING",
     }
-    places = next(places for schemes, places in places_of.items() if scheme in schemes)
-    return f"found no credentials in storage_options, {places}, or a role of this machine; {_PUBLIC}"
+    origin = next(origin for schemes, origin in origins.items() if scheme in schemes)
+    return f"found no credentials in storage_options, {origin}, or a role of this machine; {_PUBLIC}"
 
 
 def hint(scheme: str) -> str | None:

@@ -18,7 +18,7 @@ _DEPTH, _DIRECTORIES, _ENTRIES = 3, 200, 1000
 _SHOWN = 3
 
 
-def instead(path: str, names: Iterable[str]) -> str:
+def directory_hint(path: str, names: Iterable[str]) -> str:
     """Return what a message adds on a directory with these `names` and no safetensors; empty if nothing is known.
 
     That is what the directory holds instead and what to do with it, or if it is on this machine, which one to pass.

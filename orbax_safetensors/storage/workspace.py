@@ -72,11 +72,11 @@ class Workspace:
         try:
             if self.locked is not None:
                 if not os.path.lexists(self.locked):  # a killed run may have left it beside what is complete
-                    Workspace.check_place(self)  # before anything is made; subclasses look further under the lock
+                    Workspace.check_destination(self)  # before anything is made; subclasses look further under the lock
                 self._parents = missing_directories(os.path.dirname(self.locked))
                 make_directory(os.path.dirname(self.locked))
                 self._lock = Lock(self.locked, self.destination)
-            self.check_place()
+            self.check_destination()
             self._check_room()
             self._ours = True
             begun = self._begun() if resume else None
@@ -98,7 +98,7 @@ class Workspace:
         if os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists; choose another destination")
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """Raise the `StorageError` of `begin` if something is in the way, also of what is unfinished; write nothing."""
         if self.locked is not None:
             check_makeable(self.path)

@@ -57,18 +57,18 @@ def in_pieces(
     as memory holds them.
     """
     count = max(map(len, boxes.values()), default=1)
-    filled = [0] * count
+    written_bits = [0] * count
     pieces: list[dict[str, Box]] = [{} for _ in range(count)]
     for name, device_boxes in boxes.items():
         holders: dict[Box, list[int]] = {}
         for device, box in enumerate(device_boxes):
             holders.setdefault(box, []).append(device)
         for box, devices in holders.items():
-            writer = min(devices, key=lambda device: (filled[device], device))
-            filled[writer] += box.volume * tensors[name][0].bits
+            writer = min(devices, key=lambda device: (written_bits[device], device))
+            written_bits[writer] += box.volume * tensors[name][0].bits
             pieces[writer][name] = box
     written = [file_boxes for file_boxes in pieces if file_boxes]
-    files, places = [], {}
+    files, locations = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
     for number, file_boxes in enumerate(written):
         offsets = {name: box.start for name, box in file_boxes.items()}
@@ -81,7 +81,7 @@ def in_pieces(
         for name, entry in header.tensors.items():
             shape, dtype = in_memory_type(entry.dtype, entry.shape)
             key = f"{number}/{name}"
-            places[key] = Location(number, header.data_start + entry.begin, dtype)
+            locations[key] = Location(number, header.data_start + entry.begin, dtype)
             parts[name].append((offsets[name], View.tensor(key, shape, dtype)))
     views = {name: View.tile(in_memory_type(*tensors[name])[0], tiled) for name, tiled in parts.items()}
-    return Files(Layout(tuple(files), None), places, views)
+    return Files(Layout(tuple(files), None), locations, views)

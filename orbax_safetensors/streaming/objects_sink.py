@@ -177,7 +177,7 @@ class UnfinishedObjects(Workspace):
         """See `Workspace`."""
         return {"unfinished": self._digest(), "names": self._all_names}
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """See `Workspace`."""
         if not self._store.writes:
             raise StorageError(f"{self.path}: {READ_ONLY}")

@@ -60,9 +60,9 @@ class PartialDirectory(Workspace):
         """Where the files are until they become the destination."""
         return os.path.join(self._run_path, _FILES)
 
-    def check_place(self) -> None:
+    def check_destination(self) -> None:
         """See `Workspace`. Links are not followed."""
-        super().check_place()
+        super().check_destination()
         self._check_directory(self.path)
         for run in self._runs():
             self._check_directory(run)

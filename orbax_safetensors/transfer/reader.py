@@ -18,7 +18,7 @@ from orbax_safetensors.storage.store import File, Store
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.engine import Transfer, Window, of_window, within
 from orbax_safetensors.transfer.plan import Block, Constant, Part, TransferPlan, same_bits
-from orbax_safetensors.transfer.scatter import places
+from orbax_safetensors.transfer.scatter import destination_runs
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
 
 _ParameterBytes = tuple[Patch, np.ndarray]  # with the bytes of the patch
@@ -47,7 +47,7 @@ class Reader(Transfer[File]):
     ) -> Iterator[Callable[[], None]]:
         """See `Transfer`."""
         for constant in plan.constants:
-            _fill(constant, blocks[constant.destination.block], memory[constant.destination.block])
+            _write_constant(constant, blocks[constant.destination.block], memory[constant.destination.block])
         yield from (task.run for task in self._requests(plan, blocks, memory))
 
     def fetch(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
@@ -117,7 +117,7 @@ class Reader(Transfer[File]):
             for use, destination in zip(access.uses, destinations, strict=True)
             for copy in of_window(use.copy, low, high)
         ]
-        runs = places(copies, itemsize, window.high - window.low)
+        runs = destination_runs(copies, itemsize, window.high - window.low)
         if runs is None or not self.file(window.part.file).scatter(window.offset, runs):
             return False
         self.count(1, window.high - window.low)
@@ -194,7 +194,7 @@ def _apart(
     return possible if possible == apart else None
 
 
-def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
+def _write_constant(constant: Constant, block: Block, memory: np.ndarray) -> None:
     """Write elements that no tensor stores into memory that is all zeros."""
     zero = np.zeros(1, np.float64)
     if np.any(value := apply(constant.destination.ops, zero)):

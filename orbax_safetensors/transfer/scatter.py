@@ -17,11 +17,11 @@ from orbax_safetensors.geometry.strided import Copy, CopyMode
 _SHORTEST = 1024
 
 
-def places(copies: Sequence[tuple[Copy, np.ndarray]], itemsize: int, nbytes: int) -> np.ndarray | None:
+def destination_runs(copies: Sequence[tuple[Copy, np.ndarray]], itemsize: int, nbytes: int) -> np.ndarray | None:
     """Return the runs of memory that `nbytes` packed bytes fill, one after the other; None unless all runs are long.
 
     Each of `copies` has a packed source, and the memory that it fills. The result has the address and the length in
-    bytes of a run in each row. It is None also if some packed bytes go nowhere, or to several places.
+    bytes of a run in each row. It is None also if some packed bytes go nowhere, or to several destinations.
     """
     rows_and_runs = _runs(tuple([Copy(copy.source, 0, copy.modes) for copy, _ in copies]), itemsize, nbytes)
     if rows_and_runs is None:
@@ -40,7 +40,7 @@ def places(copies: Sequence[tuple[Copy, np.ndarray]], itemsize: int, nbytes: int
 
 @lru_cache(maxsize=2**6)  # a result may have 400 KiB
 def _runs(copies: Sequence[Copy], itemsize: int, nbytes: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return `places` as distances from the beginnings of destinations, and the number of the copy of each run."""
+    """Return `destination_runs` counted from the beginning of each destination, and the number of each run's copy."""
     if not copies:  # a window of bytes that no copy needs
         return None
     begins, starts, lengths = [], [], []

@@ -65,10 +65,10 @@ class Sums:
         remainders = np.zeros(len(entries), np.uint32)
         whole = np.array([entry.nbytes == 0 for entry in header.tensors.values()], np.bool_)
         file_parts = sorted(self._of_files.get(file, ()), key=attrgetter("end"))
-        places = np.searchsorted(ends, [part.end for part in file_parts]).tolist()
-        for place, pairs in groupby(zip(places, file_parts, strict=True), key=itemgetter(0)):
-            number, entry = entries[place]
-            parts, end = [part for _, part in pairs], int(ends[place])
+        positions = np.searchsorted(ends, [part.end for part in file_parts]).tolist()
+        for position, pairs in groupby(zip(positions, file_parts, strict=True), key=itemgetter(0)):
+            number, entry = entries[position]
+            parts, end = [part for _, part in pairs], int(ends[position])
             together = combined([part.remainder for part in parts], [part.end for part in parts])
             remainders[number] = moved(together, end - parts[-1].end)
             whole[number] = _are_all(parts, end - entry.nbytes, end)

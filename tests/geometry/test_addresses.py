@@ -22,14 +22,14 @@ def read(chunks, stored):
     grid, shape = chunks.grid, chunks.shape
     whole = np.zeros([count * size for count, size in zip(grid, shape, strict=True)], chunks.view.dtype)
     seen = set()
-    for place in chunks.places():
-        flat = stored[place.tensor].reshape(-1)
-        for index in np.ndindex(place.offsets.shape):
-            at = tuple(map(int.__add__, place.first, index))
+    for addresses in chunks.addresses():
+        flat = stored[addresses.tensor].reshape(-1)
+        for index in np.ndindex(addresses.offsets.shape):
+            at = tuple(map(int.__add__, addresses.first, index))
             assert at not in seen
             assert all(0 <= position < count for position, count in zip(at, grid, strict=True))
             seen.add(at)
-            begin = int(place.offsets[index])
+            begin = int(addresses.offsets[index])
             assert 0 <= begin <= flat.size - math.prod(shape)
             chunk = flat[begin : begin + math.prod(shape)].reshape([shape[axis] for axis in chunks.order])
             box = tuple(slice(n * size, (n + 1) * size) for n, size in zip(at, shape, strict=True))
@@ -150,7 +150,7 @@ def test_cases(view, shape, order):
         assert re.search(shape, chunks)
         return
     assert isinstance(chunks, Chunks), chunks
-    assert chunks.count == sum(place.offsets.size for place in chunks.places())
+    assert chunks.count == sum(addresses.offsets.size for addresses in chunks.addresses())
     assert (chunks.shape, chunks.order) == (shape, order)
 
 

@@ -47,7 +47,7 @@ def broadcast(monkeypatch):
                 return [jax.make_array_from_callback(host.shape, read.sharding, lambda index: host[index])]
 
         with jax.transfer_guard_host_to_device("disallow_explicit"):
-            (made,) = replicas.fill(SimpleNamespace(fill=fill, check=mock.Mock()), [wanted])
+            (made,) = replicas.fill_and_broadcast(SimpleNamespace(fill=fill, check=mock.Mock()), [wanted])
         return made
 
     return broadcast

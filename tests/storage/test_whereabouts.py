@@ -156,4 +156,4 @@ def test_a_search_is_short(tmp_path, monkeypatch):
     for number in range(9):
         touch(tmp_path / f"a{number}" / "b" / "c" / "d" / "model.safetensors")
     (tmp_path / "loop").symlink_to(tmp_path)
-    assert whereabouts.instead(str(tmp_path), os.listdir(tmp_path)) == ""
+    assert whereabouts.directory_hint(str(tmp_path), os.listdir(tmp_path)) == ""

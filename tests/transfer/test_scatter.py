@@ -13,7 +13,7 @@ from orbax_safetensors.storage.local import LocalFile
 from orbax_safetensors.transfer import scatter
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
-from orbax_safetensors.transfer.scatter import places
+from orbax_safetensors.transfer.scatter import destination_runs
 
 U2 = np.dtype(np.uint16)
 
@@ -85,7 +85,7 @@ def test_places_are_where_the_copies_put_the_bytes(data):
         copies += [(copy, memory[-1]) for _, copy, _ in view.copies(box, shape)]
     scatter._runs.cache_clear()
     with mock.patch.object(scatter, "_SHORTEST", 1):
-        runs = places(copies, 2, source.nbytes)
+        runs = destination_runs(copies, 2, source.nbytes)
     assert runs[:, 1].sum() == source.nbytes
     at = 0
     for address, nbytes in runs.tolist():

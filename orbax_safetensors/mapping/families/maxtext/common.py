@@ -210,9 +210,9 @@ def in_cycles(length: int, layers: Sequence[Leaves], scan_layers: bool, axis: in
     if not scan_layers:
         return numbered("layers", layers)
     whole = len(layers) // length * length
-    places = [stacked(layers[place:whole:length], axis) for place in range(length)]
+    cycle = [stacked(layers[position:whole:length], axis) for position in range(length)]
     return {
-        **under("layers", numbered(name, places)),
+        **under("layers", numbered(name, cycle)),
         **under("layers_remainder", numbered("layers", layers[whole:])),
     }
 

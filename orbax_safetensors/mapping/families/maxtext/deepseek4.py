@@ -152,14 +152,14 @@ def _layer(h: str, c: Config, ratio: int) -> Leaves:
 
 
 def _in_pairs(layers: Sequence[Leaves], ratios: Sequence[int], axis: int) -> Leaves:
-    """Return the first layers alone, and a stack of the layers at each of two places."""
+    """Return the first layers alone, and a stack of the layers at each of two positions."""
     if ratios[_ALONE:] != _PAIR * (len(ratios[_ALONE:]) // 2):
         raise MappingError(
             f"MaxText stacks the layers after the first {_ALONE} in pairs of the ratios {_PAIR}; "
             f"config.json has the ratios {ratios}"
         )
-    places = [stacked(layers[_ALONE + place :: 2], axis) for place in range(2)]
-    return {**numbered("layers", layers[:_ALONE]), **under("scanned_blocks", numbered("layers", places))}
+    cycle = [stacked(layers[_ALONE + position :: 2], axis) for position in range(2)]
+    return {**numbered("layers", layers[:_ALONE]), **under("scanned_blocks", numbered("layers", cycle))}
 
 
 def deepseek4(

@@ -43,12 +43,12 @@ def _norm(name: str, size: int) -> View:
     return norm(name, size).offset(1)
 
 
-def _gemma2_half(h: str, c: Config, place: str) -> Leaves:
-    """Return a stored layer, which is the `place` half of a layer of MaxText."""
+def _gemma2_half(h: str, c: Config, half: str) -> Leaves:
+    """Return a stored layer, which is one half, "local" or "global", of a layer of MaxText."""
     return {
-        **{f"{name}_{place}.scale": view for name, view in sandwich_norms(h, c, _norm).items()},
-        **under(f"self_attention_{place}", scaled_query(attention(h, c), c)),
-        **under(f"mlp_{place}", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
+        **{f"{name}_{half}.scale": view for name, view in sandwich_norms(h, c, _norm).items()},
+        **under(f"self_attention_{half}", scaled_query(attention(h, c), c)),
+        **under(f"mlp_{half}", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
     }
 
 
