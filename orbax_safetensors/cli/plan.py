@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import prod
 from typing import Any
@@ -13,13 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from orbax_safetensors import (
-    Checkpoint,
-    SafetensorsOptions,
-    TimeEstimate,
-    estimate_time,
-    plan_save,
-)
+from orbax_safetensors import Checkpoint, SafetensorsOptions, TimeEstimate, plan_save
 from orbax_safetensors.checkpoint.config import CONFIG_NAME, read_config
 from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.files import is_orbax
@@ -195,16 +189,12 @@ def _run_save(
         all_processes=args.all_processes,
         options=options,
     )
-    time = None
+    writes = {cost.process: (cost.written_bytes, cost.num_requests) for cost in plan.processes}
     streams = checkpoint.request_limits(options).requests
-    if args.bandwidth is not None:
-        writes = {cost.process: (cost.written_bytes, cost.num_requests) for cost in plan.processes}
-        time = estimate(writes, args.bandwidth, args.latency or 0.0, streams)
+    time = _estimate(writes, args, streams)
     if args.json:
-        document: dict[str, Any] = {"path": checkpoint.path, "mesh": mesh} | asdict(plan)
-        if time is not None:
-            document["estimate"] = _estimate_document(time, args, streams)
-        output.json(document | named)
+        document = {"path": checkpoint.path, "mesh": mesh} | asdict(plan)
+        output.json(document | _estimate_document(time, args, streams) | named)
     else:
         saved(mesh, plan, time, tree, output, files=args.files)
     return 0
@@ -219,20 +209,16 @@ def _run_orbax(args: argparse.Namespace, process_count: int, output: Printer) ->
         raise UsageError("a checkpoint of Orbax is planned for one --mesh")
     (mesh,) = args.mesh
     plan = plan_orbax_restore(checkpoint, _partition(checkpoint, mesh, args), process_count)
+    reads = {process: (cost.read_bytes, cost.num_chunks) for process, cost in enumerate(plan.processes)}
     streams = args.streams or requests_at_once(checkpoint.path)
-    time = None
-    if args.bandwidth is not None:
-        reads = {process: (cost.read_bytes, cost.num_chunks) for process, cost in enumerate(plan.processes)}
-        time = estimate(reads, args.bandwidth, args.latency or 0.0, streams)
+    time = _estimate(reads, args, streams)
     specs = [f"--spec {shlex.quote(rule.text)}" for rule in args.spec] or ["--spec REGEX=AXES"]
     path = shlex.quote(args.path)
     reshard = f"orbax-safetensors reshard {path} DESTINATION --mesh {mesh_text(mesh)} {' '.join(specs)}"
     if args.json:
         document = {"path": checkpoint.path, "mesh": mesh} | json.loads(plan.to_json())
         document["reshard"] = reshard if plan.over_reads else None
-        if time is not None:
-            document["estimate"] = _estimate_document(time, args, streams)
-        output.json(document)
+        output.json(document | _estimate_document(time, args, streams))
         return 0
     orbax_restore(checkpoint.path, mesh, plan, time, output)
     if plan.over_reads:
@@ -251,9 +237,17 @@ def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse
     return Partition(mesh, names={name: spread(shape, mesh) for name, shape in arrays.items()})
 
 
-def _estimate_document(time: TimeEstimate, args: argparse.Namespace, streams: int) -> dict[str, Any]:
+def _estimate(traffic: Mapping[int, tuple[int, int]], args: argparse.Namespace, streams: int) -> TimeEstimate | None:
+    """Return how long the bytes and requests of each process take, None if nothing is known of the storage."""
+    return None if args.bandwidth is None else estimate(traffic, args.bandwidth, args.latency or 0.0, streams)
+
+
+def _estimate_document(time: TimeEstimate | None, args: argparse.Namespace, streams: int) -> dict[str, Any]:
+    """Return what `--json` says of an estimate: nothing without one."""
+    if time is None:
+        return {}
     speeds = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": streams}
-    return speeds | asdict(time)
+    return {"estimate": speeds | asdict(time)}
 
 
 def _process_counts(args: argparse.Namespace) -> list[int]:
@@ -277,12 +271,8 @@ def _scenario(
     targets = match(checkpoint, target, None, partial=True).targets
     restored = PlannedRestore(checkpoint, targets, count, options, args.all_processes)
     plan = restored.plan()
-    time = None
-    if args.bandwidth is not None:
-        time = estimate_time(
-            plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=restored.limits.requests
-        )
-    return Scenario(mesh, replicated, restored, plan, time)
+    reads = {cost.process: (cost.read_bytes, cost.num_requests) for cost in plan.processes}
+    return Scenario(mesh, replicated, restored, plan, _estimate(reads, args, restored.limits.requests))
 
 
 def _draw(scenario: Scenario, tree: Facts, page: Page | Drawing) -> None:
@@ -334,6 +324,4 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
             asdict(other) | {"axes": axes_text(other.axes), "over_read": other.over_read}
             for other in instead[leaf["name"]]
         ]
-    if (time := scenario.estimate) is not None:
-        document["estimate"] = _estimate_document(time, args, scenario.restore.limits.requests)
-    return document
+    return document | _estimate_document(scenario.estimate, args, scenario.restore.limits.requests)

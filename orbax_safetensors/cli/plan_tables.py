@@ -14,9 +14,9 @@ from orbax_safetensors.cli.tables import Cell, Facts, Printer, Seconds, Size, sh
 from orbax_safetensors.devices.sharding import Axes
 from orbax_safetensors.orbax_store.restore_plan import OrbaxLeafOverRead, OrbaxRestorePlan
 from orbax_safetensors.restore.advice import CheaperSharding
-from orbax_safetensors.restore.cost import LeafReads
+from orbax_safetensors.restore.cost import LeafReads, ProcessCost
 from orbax_safetensors.restore.plan import PlannedRestore
-from orbax_safetensors.transfer.figures import FileReads, FileWrites, Reads
+from orbax_safetensors.transfer.figures import Reads
 
 _OverRead = TypeVar("_OverRead", LeafReads, OrbaxLeafOverRead)
 
@@ -37,11 +37,6 @@ class Scenario:
     restore: PlannedRestore
     plan: RestorePlan
     estimate: TimeEstimate | None
-
-    @property
-    def devices(self) -> int:
-        """Devices of the mesh."""
-        return prod(self.mesh.values())
 
 
 def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) -> None:
@@ -78,7 +73,7 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
         time,
     )
     if files:
-        _files_read(output, {cost.process: cost.files for cost in plan.processes})
+        _files_read(plan.processes, output)
     if plan.most_requests:
         _most_requests(plan.most_requests, output)
     if plan.over_reads:
@@ -112,7 +107,7 @@ def _compared(scenario: Scenario) -> list[Cell]:
     processes = scenario.plan.processes
     row: list[Cell] = [
         mesh_text(scenario.mesh),
-        scenario.devices,
+        prod(scenario.mesh.values()),
         scenario.plan.process_count,
         Size(scenario.plan.largest_shard.nbytes),
         Size(max(cost.read_bytes for cost in processes)),
@@ -144,7 +139,14 @@ def saved(
         time,
     )
     if files:
-        _files_written(output, {cost.process: cost.files for cost in plan.processes})
+        output.table(
+            ("process", "file", "written", "requests"),
+            (
+                (cost.process, posixpath.basename(file.file), Size(file.written_bytes), file.num_requests)
+                for cost in plan.processes
+                for file in cost.files
+            ),
+        )
 
 
 def orbax_restore(
@@ -227,33 +229,21 @@ def _processes(
     output.table(columns, rows)
 
 
-def _files_read(output: Printer, processes: Mapping[int, Sequence[FileReads]]) -> None:
-    """Print a table of what each process reads of each file."""
+def _files_read(processes: Sequence[ProcessCost], output: Printer) -> None:
+    """Print what each process reads of each file."""
     output.table(
         ("process", "file", "needed", "read", "over-read", "requests"),
         (
             (
-                process,
-                posixpath.basename(cost.file),
-                Size(cost.needed_bytes),
-                Size(cost.read_bytes),
-                cost.over_read,
-                cost.num_requests,
+                cost.process,
+                posixpath.basename(file.file),
+                Size(file.needed_bytes),
+                Size(file.read_bytes),
+                file.over_read,
+                file.num_requests,
             )
-            for process, files in processes.items()
-            for cost in files
-        ),
-    )
-
-
-def _files_written(output: Printer, processes: Mapping[int, Sequence[FileWrites]]) -> None:
-    """Print a table of what each process writes into each file."""
-    output.table(
-        ("process", "file", "written", "requests"),
-        (
-            (process, posixpath.basename(cost.file), Size(cost.written_bytes), cost.num_requests)
-            for process, files in processes.items()
-            for cost in files
+            for cost in processes
+            for file in cost.files
         ),
     )
 
