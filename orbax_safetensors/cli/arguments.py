@@ -16,10 +16,7 @@ from orbax_safetensors.mapping import registry
 
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_BYTES = re.compile(r"([0-9]+)(\.[0-9]+)? ?([kMGT]?|[KMGT]i)B?")
-# Bits are written out, because Gb/s is taken for either.
-_BITS = {"bit/s": 8.0, "bps": 8.0, "B/s": 1.0, "B": 1.0}
-_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?|[KMGT]i)(bit/s|bps|B/s|B)")
+_BYTES = re.compile(r"([0-9]{1,18})(\.[0-9]+)? ?([kMGT]?|[KMGT]i)B?")
 _LATENCY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(us|µs|ms|s)")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -41,23 +38,25 @@ def refuse(args: argparse.Namespace, options: Iterable[str], reason: str) -> Non
 
 def parse_bytes(text: str) -> int:
     """Parse `2GB`, `512MiB` or `1000000` as a number of bytes."""
-    match = _BYTES.fullmatch(text)
-    if match is not None:
-        # The integer apart from the fraction, so that no digit of it is lost.
-        nbytes = int(match[1]) * _PREFIXES[match[3]] + int(float(match[2] or 0) * _PREFIXES[match[3]])
-        if nbytes > 0:
-            return nbytes
+    if nbytes := _nbytes(text):
+        return nbytes
     raise UsageError(f"expected a number of bytes above 0, as in 2GB or 512MiB, found {text!r}")
 
 
 def parse_bandwidth(text: str) -> float:
-    """Parse `2GB/s`, `500MiB/s` or `25Gbit/s` as bytes per second."""
-    match = _BANDWIDTH.fullmatch(text)
-    if match is not None:
-        value = float(match[1]) * _PREFIXES[match[2]] / _BITS[match[3]]
-        if isfinite(value) and value > 0:
-            return value
-    raise UsageError(f"expected bytes or bits per second above 0, as in 2GB/s, 500MiB/s or 25Gbit/s, found {text!r}")
+    """Parse `2GB/s` or `500MiB/s` as bytes per second."""
+    if text.endswith("/s") and (nbytes := _nbytes(text.removesuffix("/s"))):
+        return float(nbytes)
+    raise UsageError(f"expected bytes per second above 0, as in 2GB/s or 500MiB/s, found {text!r}")
+
+
+def _nbytes(text: str) -> int:
+    """Return a number of bytes; 0 if the text is not one."""
+    match = _BYTES.fullmatch(text)
+    if match is None:
+        return 0
+    # The integer apart from the fraction, so that no digit of it is lost.
+    return int(match[1]) * _PREFIXES[match[3]] + int(float(match[2] or 0) * _PREFIXES[match[3]])
 
 
 def parse_latency(text: str) -> float:

@@ -39,29 +39,17 @@ def test_no_sizes(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("2GB/s", 2e9),
-        ("2GB", 2e9),
-        ("1.5 GB/s", 1.5e9),
-        ("500MiB/s", 500 * 2**20),
-        ("16KiB/s", 2**14),
-        ("100kB/s", 1e5),
-        ("7B/s", 7),
-        ("25Gbit/s", 25e9 / 8),
-        ("100Mbps", 1e8 / 8),
-        ("1TB/s", 1e12),
-    ],
+    ("text", "expected"), [("2GB/s", 2e9), ("1.5 GB/s", 1.5e9), ("500MiB/s", 500 * 2**20), ("7B/s", 7)]
 )
 def test_bandwidths(text, expected):
     assert parse_bandwidth(text) == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2", "GB/s", "2Gb/s", "2gb/s", "-1GB/s", "0GB/s", "2GB/h", "1e3GB/s", "9" * 400 + "B"]
+    "text", ["", "2GB", "GB/s", "2Gb/s", "-1GB/s", "0GB/s", "2GB/h", "25Gbit/s", "9" * 400 + "B/s"]
 )
 def test_no_bandwidths(text):
-    with pytest.raises(UsageError, match="expected bytes or bits per second above 0, as in 2GB/s"):
+    with pytest.raises(UsageError, match="expected bytes per second above 0, as in 2GB/s"):
         parse_bandwidth(text)
 
 
