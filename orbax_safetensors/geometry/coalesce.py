@@ -327,10 +327,18 @@ def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
 
 
 def _distinct_bytes(sets: Sequence[Runs]) -> int:
-    """Return how many bytes some set holds, each counted once; of very many runs, how many all sets hold."""
-    counts = [runs.count for runs in sets]
-    if disjoint(sets) or sum(counts) > _COUNTED:
+    """Return the `distinct_bytes` of sets; of very many runs, how many bytes all sets hold."""
+    found = distinct_bytes(sets, _COUNTED)
+    return sum(runs.nbytes for runs in sets) if found is None else found
+
+
+def distinct_bytes(sets: Sequence[Runs], most: int) -> int | None:
+    """Return how many bytes some set holds, each counted once; None if that takes a look at more than `most` runs."""
+    if len(_disjoint([(runs, ()) for runs in sets])) == len(sets):  # no two have bytes in common
         return sum(runs.nbytes for runs in sets)
+    counts = [runs.count for runs in sets]
+    if sum(counts) > most:
+        return None
     begin = np.concatenate([_begins(runs) for runs in sets])
     end = begin + np.repeat([runs.length for runs in sets], counts)
     order = np.argsort(begin)
@@ -345,11 +353,6 @@ def _begins(runs: Runs) -> np.ndarray:
     for size, stride in runs.modes:
         begins = np.add.outer(begins, np.arange(size) * stride).reshape(-1)
     return begins
-
-
-def disjoint(sets: Sequence[Runs]) -> bool:
-    """Return whether no two of the sets have bytes in common; False if that is not easy to tell, see `_overlap`."""
-    return len(_disjoint([(runs, ()) for runs in sets])) == len(sets)
 
 
 def _disjoint(items: list[_Member]) -> list[_Member]:

@@ -6,14 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from math import prod
 
-import numpy as np
-
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import hint, some
-from orbax_safetensors.geometry.coalesce import disjoint
+from orbax_safetensors.geometry.coalesce import distinct_bytes
 from orbax_safetensors.geometry.pieces import Piece
-from orbax_safetensors.geometry.strided import extent, merged, runs_of
+from orbax_safetensors.geometry.strided import extent, runs_of
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import LeafShapes, Shapes, Tree
 
@@ -169,23 +167,8 @@ def _distinct(pieces: Sequence[Piece]) -> int:
     """Return how many elements of a tensor are in at least one of its pieces; `MappingError` if that takes too long."""
     if len(pieces) == 1:
         return _elements(pieces[0])
-    modes = [[mode for dim in piece.dims for mode in dim] for piece in pieces]
-    sets = [runs_of(piece.offset, 1, piece_modes) for piece, piece_modes in zip(pieces, modes, strict=True)]
-    if disjoint([runs for runs in sets if runs is not None]):
-        return sum(map(_elements, pieces))
-    begins, ends, count = [], [], 0  # of stretches of elements that lie one after the other
-    for piece, piece_modes in zip(pieces, modes, strict=True):
-        nested = merged(sorted(piece_modes, key=lambda mode: -mode[1]))
-        *outer, (length, _) = nested if nested and nested[-1][1] == 1 else (*nested, (1, 1))
-        if (count := count + extent(tuple(outer))) > _COUNTED:
-            raise MappingError(f"{shown(piece.tensor)}: its slices have over {_COUNTED} parts, too many to compare")
-        at = np.array(piece.offset)
-        for size, step in outer:
-            at = np.add.outer(at, np.arange(size) * step)
-        begins.append(at.reshape(-1))
-        ends.append(begins[-1] + length)
-    begin, end = np.concatenate(begins), np.concatenate(ends)
-    order = np.argsort(begin)
-    begin, reached = begin[order], np.maximum.accumulate(end[order])
-    begin[1:] = np.maximum(begin[1:], reached[:-1])
-    return int((reached - begin).sum())
+    sets = [runs_of(piece.offset, 1, [mode for dim in piece.dims for mode in dim]) for piece in pieces]
+    # Those of a view always nest: no piece is left out.
+    if (count := distinct_bytes([runs for runs in sets if runs is not None], _COUNTED)) is None:
+        raise MappingError(f"{shown(pieces[0].tensor)}: its slices have over {_COUNTED} parts, too many to compare")
+    return count
