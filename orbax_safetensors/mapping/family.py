@@ -116,12 +116,12 @@ class Tree(dict[str, View]):
         shared: Iterable[str] = (),
     ) -> None:
         super().__init__(leaves)
-        self.unused: tuple[str, ...] = _patterns("unused", unused)
-        self.optional: tuple[str, ...] = _patterns("optional", optional)
+        self.unused: tuple[str, ...] = checked_patterns("unused", unused)
+        self.optional: tuple[str, ...] = checked_patterns("optional", optional)
         self.shared: frozenset[str] = frozenset(shared)
 
 
-def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
+def checked_patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns; `MappingError` if they are not regular expressions."""
     if isinstance(patterns, str):
         raise MappingError(f"{what}: expected a list of regular expressions, found {patterns!r}")
@@ -261,7 +261,7 @@ class Family:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
             raise MappingError(f"{self.name}: expected a tuple of architectures, found {self.architectures!r}")
         if not callable(self.renames):
-            _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
+            checked_patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
 
     @contextlib.contextmanager
     def failing(self, what: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from typing import Any
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.family import Family, Tree, stored_shapes, tensor
+from orbax_safetensors.mapping.family import Family, Tree, checked_patterns, stored_shapes, tensor
 
 Step = Callable[[View], View]
 _NUMBERS = re.compile(r"(\d+)")
@@ -115,10 +115,8 @@ def _rows(what: str, table: Mapping[Any, Any]) -> list[_Row]:
         raise MappingError(f"{what}: expected a dict of paths by regular expression, found {table!r:.80}")
     rows: list[_Row] = []
     for pattern, value in table.items():
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise MappingError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
+        (checked,) = checked_patterns(what, [pattern])
+        compiled = re.compile(checked)
         several = what == "table" and isinstance(value, list) and all(isinstance(one, tuple) for one in value)
         rows += [_row(what, len(rows) + at, compiled, one) for at, one in enumerate(value if several else [value])]
     return rows

@@ -308,7 +308,6 @@ def test_a_config_of_a_huge_model_is_refused_soon(model, family, key, monkeypatc
     message = str(caught.value)
     assert len(message) < LONGEST
     if "more than" in message:
-        assert f"{key} = {MANY}" in message
         assert family in message
 
 
