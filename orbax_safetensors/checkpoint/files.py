@@ -246,7 +246,10 @@ def _chosen(path: str, names: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _without_variant(stem: str) -> Iterator[str]:
-    """Yield what the stem of a file would be without what may be its variant."""
+    """Yield each name that `stem` may be a variant of: `model` for `model.fp16`, the same weights in another precision.
+
+    A variant follows a dot. After a name that is not usual, only a known one counts, as "fp16" or "ema" do.
+    """
     for dot in re.finditer(r"\.", stem):
         before, after = stem[: dot.start()], stem[dot.end() :]
         if before in USUAL_STEMS or _VARIANTS.fullmatch(after):

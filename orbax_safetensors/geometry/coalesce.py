@@ -73,11 +73,17 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Encoded(Staged):
-    """Codes whose decoded elements one or several copies read from.
+    """Codes of a quantised tensor that are read in windows; copies read from the elements that they decode to.
 
-    `runs` and `pitch` are bytes of the codes, and whole units of `encoding`. The copies of `uses` read from the decoded
-    elements of the packed codes. `shared` has what to read once of a parameter for all windows, by its number; of the
-    others, each window reads its `own`.
+    A window is read, decoded into a buffer of float32 and copied from there. Scales and other parameters of its
+    elements are read as well. If a parameter is short for all windows together, it is read once.
+
+    Attributes:
+      runs, pitch: as of `Staged`, in bytes of the codes, and in whole units of `encoding`.
+      uses: copies from the decoded elements of the packed codes, counted in elements.
+      shared: the patches of parameters that are read once for all windows, by the number of the parameter. `patches`
+        returns those that a window reads for itself.
+      max_gap_bytes: the longest gap between rows of a parameter that is read along with them.
     """
 
     encoding: Encoding

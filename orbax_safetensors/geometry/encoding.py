@@ -237,13 +237,16 @@ class Encoding:
         return self.bytes_of(prod(self.shape) - self.padding)
 
     def units(self, copy: Copy) -> Runs:
-        """Return the codes, in bytes, of the units that `copy` reads from; its source is the decoded tensor."""
+        """Return the bytes of all codes that have to be decoded for `copy`, whose source is the decoded tensor.
+
+        Only whole units can be decoded. With 4 bits for an element and units of 32, which are 16 bytes, a copy of the
+        elements 40 to 55 needs the second unit: the 16 bytes from 16 on.
+        """
         unit, unit_bytes = self.unit, self.bytes_of(self.unit)
         first, last = copy.source // unit, copy.source // unit  # the units of a run
         modes: list[Mode] = []  # in units
-        reach = inside = (
-            0  # from the first to the last element of all modes so far, and to the last unit of the modes kept
-        )
+        reach = 0  # elements from the first to the last of all modes so far
+        inside = 0  # units from the first to the last run of `modes`
         for size, stride, _ in sorted(copy.modes, key=lambda mode: mode[1]):
             reach += (size - 1) * stride
             if stride % unit == 0 and stride // unit > last - first + inside:

@@ -93,10 +93,12 @@ def subrange(modes: Modes, start: int, stop: int) -> Iterator[tuple[int, int, Mo
 
 
 def every(modes: Modes, start: int, step: int, count: int) -> Iterator[tuple[int, int, Modes]]:
-    """Yield `count` positions `start, start + step, ...` as `(how many before, offset, modes)`, in order.
+    """Yield every `step`-th position of a dimension, `count` of them from `start` on, as pieces of one mode each.
 
-    Positions of a single mode are one piece. Of several modes there is a piece for each turn of the innermost digit,
-    unless `step` is 1.
+    A piece is `(how many positions come before it, offset of its first position, modes)`; pieces are in order. The
+    dimension `((3, 100), (4, 1))` has twelve positions in three rows of four, at the offsets 0 to 3, 100 to 103 and 200
+    to 203. Every second of them makes a piece for each row: `(0, 0, ((2, 2),))`, `(2, 100, ((2, 2),))` and
+    `(4, 200, ((2, 2),))`. With a `step` of 1, pieces are those of `subrange`, which may have several modes.
     """
     if step == 1:
         for at, offset, part in subrange(modes, start, start + count):
@@ -234,7 +236,11 @@ class Runs:
         return self.begin + self.length + sum((size - 1) * stride for size, stride in self.modes)
 
     def position(self, distance: int) -> int:
-        """Return the packed distance of two bytes `distance` apart: whole strides of the modes, and a rest in a run."""
+        """Return how far two bytes of the set that lie `distance` apart in the tensor are in the packed bytes.
+
+        Runs of 4 bytes that begin every 100 bytes are packed one after the other: a byte that is 202 further on is 2
+        runs and 2 bytes further on there, which are 10.
+        """
         packed, step = 0, self.nbytes
         for size, stride in self.modes:
             step //= size

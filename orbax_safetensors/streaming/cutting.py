@@ -32,17 +32,18 @@ def check_memory(memory_bytes: int) -> None:
 
 
 def bundle_bytes(memory_bytes: int) -> int:
-    """Return the part of all memory that the largest bundle may have.
+    """Return the most bytes of a bundle, a quarter of all memory.
 
-    A bundle is read while another is written, and each needs as much memory again on its way.
+    A bundle is read while another is written, and each needs as much memory again in the libraries that move it.
     """
     return max(memory_bytes // _BUNDLES, 1)
 
 
 def batch_bytes(memory_bytes: int) -> int:
-    """Return the part of all memory for one batch; a larger bundle moves alone.
+    """Return the most bytes of a batch of bundles, an eighth of all memory; a larger bundle is a batch of its own.
 
-    Three batches, and as much again on their way, leave a quarter for freed memory that libraries keep.
+    One batch is read while two are written, and each needs as much memory again in the libraries that move it. Those
+    are six eighths; two are left for memory that libraries have freed and the process keeps.
     """
     return max(memory_bytes // _BATCHES, 1)
 

@@ -101,10 +101,12 @@ class TileJob:
         self.source.check()
 
     def _batches(self, units: Iterable[int]) -> Iterator[tuple[list[Tile], int, int]]:
-        """Yield the tiles of units in batches of at most `Sink.batch_bytes`, or of one larger bundle.
+        """Yield batches as `(tiles, their bytes, overlap)`: at most `Sink.batch_bytes`, or one larger bundle.
 
-        With each come its bytes, and the most batches before it that are written while it is read: `Sink.writers`. Next
-        to a larger bundle these are fewer, so that all have the memory of `writers` and one more; but at least one.
+        `overlap` is how many of the batches before it may still be written while this one is read. That is
+        `Sink.writers`, unless a batch is larger than the others: then it is lower, but at least 1, so that the batches
+        in memory have no more bytes than `writers + 1` usual ones. With two writers and batches of at most 100 MB, the
+        third of three batches of 100, 100 and 150 MB overlaps with one, because all three would have 350 MB.
         """
         writers, limit, leaves = self.sink.writers, self.sink.batch_bytes, self.source.leaves
         before: deque[int] = deque([0] * writers, writers)

@@ -63,11 +63,19 @@ def decode(
 ) -> None:
     """Decode the elements of an area into `out`, one-dimensional, as float32 or rounded from it to bfloat16.
 
-    `codes` are the bytes of exactly these elements, and `parameters` have for each of `encoding.parameters` a patch
-    that holds what the area needs, and its bytes; all are one-dimensional uint8. If the codes of several rows share a
-    word, elements that are `apart` are in the order of these rows, for each row of words, not in the order of the
-    codes. The interpreter lock is free most of the time. Raises `TensorMismatchError`, which does not know the tensor's
-    name, if a group index selects a group that there is not.
+    Args:
+      encoding: how the tensor is stored.
+      area: which elements to decode.
+      codes: exactly the bytes of these elements, one-dimensional uint8.
+      parameters: for each of `encoding.parameters`, a patch with what the area needs, and the bytes of the patch, as
+        one-dimensional uint8.
+      out: as many elements as the area has, in the order of the codes unless they are `apart`.
+      apart: for codes of several rows in a word, whether `out` has these rows one after the other. If a word has two
+        rows, a and b, of three elements, the codes are in the order a0 b0 a1 b1 a2 b2; apart, elements are in the order
+        a0 a1 a2 b0 b1 b2.
+
+    The interpreter lock is free most of the time. Raises `TensorMismatchError`, which does not know the tensor's name,
+    if a group index selects a group that there is not.
     """
     by_role = {
         parameter.role: _parameter_entries(encoding, parameter, area, patch, stored)
@@ -115,10 +123,17 @@ def decode(
 
 
 class _ParameterEntries(NamedTuple):
-    """Entries of a parameter, and which of them is for which element of an area.
+    """What a parameter says of the elements of an area: scales, say, and which of them is for which element.
 
-    `rows` has the row of `entries` for each row of the area, `columns` the column for each `width` elements of a row;
-    either is None if a group index selects among all.
+    With scales for blocks of 2 x 32 elements, an area of the rows 4 to 7 and the columns 0 to 63 has 2 x 2 entries:
+    `rows` are 0, 0, 1, 1, `columns` are 0, 1, and `width` is 32.
+
+    Attributes:
+      dtype: of an entry in the file.
+      entries: two-dimensional.
+      rows: for each row of the area, the row of `entries`; None if a group index selects among all.
+      columns: for each `width` elements of a row, the column of `entries`; None if a group index selects among all.
+      width: elements of a row that share an entry.
     """
 
     dtype: DType

@@ -51,10 +51,17 @@ class Lazy:
 
 
 class Window(NamedTuple):
-    """Packed bytes `[low, high)` of a part, with the blocks and memory of its plan.
+    """What one thread moves of a part at a time: a few MiB, so that they stay in its core's cache.
 
-    The first of its requests is for `first_nbytes` at `offset` of the file. `shared` is the same for all windows of the
-    part.
+    The window is the bytes `[low, high)` of the part's runs if these lie one after the other. Of runs of 1 MiB, with
+    gaps, the window `[3 MiB, 5 MiB)` is the fourth and the fifth run, which are two requests.
+
+    Attributes:
+      part: the runs of a tensor, and what is made of them.
+      low, high: of the window, in packed bytes.
+      offset, first_nbytes: of its first request, in the file.
+      blocks, memory: of the plan.
+      shared: what is read once for all windows of the part; the first thread that needs it reads it.
     """
 
     part: Part
@@ -233,10 +240,11 @@ class Transfer(ABC, Generic[_F]):
             self.counters.nbytes += nbytes
 
     def _staging(self, nbytes: int, offset: int = 0) -> np.ndarray:
-        """Return memory of this thread, reused for every window so that it stays in the core's cache.
+        """Return `nbytes` of memory of this thread, reused for every window so that it stays in the core's cache.
 
-        It lies in its page as the byte at `offset` of a file does, so that direct reads fill it without another
-        buffer, unless its elements would then not be aligned.
+        It begins as far into a page of memory as the byte at `offset` of a file is into a page of the file: for offset
+        8,200, the second page of the file and 8 bytes, it begins 8 bytes into a page. A direct read can then fill it
+        without another buffer. The distance is rounded down to a multiple of 8, for elements have to be aligned.
         """
         buffer: np.ndarray | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.nbytes < nbytes + PAGE_BYTES:

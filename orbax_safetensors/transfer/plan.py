@@ -138,7 +138,12 @@ class Traffic(NamedTuple):
 
 
 class TensorReads(NamedTuple):
-    """What moves of one tensor: its file, the first block that holds some of it, and how, apart from extents."""
+    """The requests for one stored tensor, which figures count: for the file with this number, and for this block.
+
+    `plan` is relative to the tensor, whichever file and blocks it is for. The block is the first that holds some of the
+    tensor. Requests for `plan.ranges` are not counted here, as they may be joined with those of a neighbouring tensor:
+    they are `TransferPlan.extents`.
+    """
 
     file: int
     block: int
