@@ -39,12 +39,14 @@ class Workspace:
       destination: where it will be.
       path: where it is until then.
       locked: the file to lock; None on an object store.
+      record: JSON by which a later run knows what was begun.
       nbytes: bytes that will lie there; 0 if only a bound is known.
     """
 
     destination: str
     path: str
     locked: str | None = None
+    record: Mapping[str, Any]
     nbytes: int = 0
     # For messages: what is written, and from what else it may have been begun.
     kind = "conversion"
@@ -57,11 +59,6 @@ class Workspace:
     def run(self) -> str:
         """Distinguishes this run from all others. Processes that write together set the same before they begin."""
         return secrets.token_hex(8)
-
-    @cached_property
-    def record(self) -> Mapping[str, Any]:
-        """JSON by which a later run knows what was begun."""
-        raise NotImplementedError
 
     def begin(self, *, resume: bool) -> None:
         """Begin anew, or with `resume` go on with what was begun with the same `record`, if there is such.

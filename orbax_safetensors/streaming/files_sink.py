@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -49,8 +48,8 @@ class FilesSink(Sink):
         atomic_tiles = {name: (1,) * leaf.ndim for name, leaf in source.leaves.items()}
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
         self.units = [(bundle,) for bundle in bundles(source, atomic_tiles, orders, groups, memory_bytes)]
-        self.workspace = PartialDirectory(path, partial(files.digest, source.identity, model_files, self.units))
-        self.workspace.nbytes = sum(header.file_bytes for _, header in files.layout.files)
+        nbytes = sum(header.file_bytes for _, header in files.layout.files)
+        self.workspace = PartialDirectory(path, files.digest(source.identity, model_files, self.units), nbytes)
         self._files, self._model_files = files, model_files
         self._store = LocalStore()
         self._writer = Writer(self._create, request_limits(self._store.cost, memory_bytes).requests)

@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -68,7 +67,7 @@ class ObjectsSink(Sink):
         self.path = path
         self.batch_bytes = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         # A file that is there is whole, however it was cut into tiles.
-        digest = partial(files.digest, source.identity, model_files, ())
+        digest = files.digest(source.identity, model_files, ())
         self.workspace = UnfinishedObjects(store, path, files, model_files, digest)
         self._source, self._store, self._files, self._model_files = source, store, files, model_files
         file_units = list(_file_units(files, source, self.batch_bytes))
@@ -159,23 +158,15 @@ class ObjectsSink(Sink):
 class UnfinishedObjects(Workspace):
     """An unfinished conversion in a directory."""
 
-    def __init__(
-        self, store: Store, path: str, files: Files, model_files: ModelFiles, digest: Callable[[], str]
-    ) -> None:
-        """Touch nothing. `digest` returns what identifies the content that is written."""
+    def __init__(self, store: Store, path: str, files: Files, model_files: ModelFiles, digest: str) -> None:
+        """Touch nothing. `digest` identifies the content that is written."""
         self._store, self._layout = store, files.layout
         self.destination = self.path = path
         self._names = [name for name, _ in files.layout.files]
         copied = {name.partition("/")[0] for name in model_files.names}  # as a listing has them
-        self._all_names = sorted({*self._names, *copied, files.layout.index_name})
+        self.record = {"unfinished": digest, "names": sorted({*self._names, *copied, files.layout.index_name})}
         self._last_name = self._names[-1] if files.layout.index is None else files.layout.index_name
         self._record_path = posixpath.join(path, self._last_name)
-        self._digest = digest
-
-    @cached_property
-    def record(self) -> Mapping[str, Any]:
-        """See `Workspace`."""
-        return {"unfinished": self._digest(), "names": self._all_names}
 
     def check_destination(self) -> None:
         """See `Workspace`."""

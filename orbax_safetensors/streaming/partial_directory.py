@@ -17,8 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from orbax_safetensors.errors import StorageError
@@ -36,20 +35,15 @@ _MAX_RECORD_BYTES = 256 << 20
 class PartialDirectory(Workspace):
     """One process calls the methods of `Workspace` and `check_complete`; all processes call the others."""
 
-    def __init__(self, destination: str, digest: Callable[[], str]) -> None:
-        """Touch nothing. `digest` returns what identifies the content that is written; that may take long."""
+    def __init__(self, destination: str, digest: str, nbytes: int) -> None:
+        """Touch nothing. `digest` identifies the content that is written, of `nbytes`."""
         self.destination = destination
         self.path = f"{self.destination}.partial"
         self.locked = f"{self.path}.lock"
-        self._digest = digest
+        self.record, self.nbytes = {"digest": digest}, nbytes
         self._begun_run = ""  # the run of which this one takes up the files
         self._store = LocalStore()
         self._done: TextIO | None = None
-
-    @cached_property
-    def record(self) -> Mapping[str, Any]:
-        """See `Workspace`."""
-        return {"digest": self._digest()}
 
     @property
     def _run_path(self) -> str:
