@@ -22,8 +22,26 @@ from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.upload import num_parts
-from orbax_safetensors.transfer.figures import FileWrites, PlannedFile, looked_at
+from orbax_safetensors.transfer.figures import looked_at
 from orbax_safetensors.transfer.plan import Block, locations, transfer_plan
+
+
+@dataclass(frozen=True)
+class FileWrites:
+    """What one process writes into one file."""
+
+    file: str
+    written_bytes: int
+    num_requests: int
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """The name and the size of a file to write, and the bytes of its tensors."""
+
+    file: str
+    nbytes: int
+    data_bytes: int
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The figures that plans have in common.
 
-*Needed* bytes are those that shards hold, each counted once; *read* and *written* bytes are those that requests cover.
+*Needed* bytes are those that shards hold, each counted once; *read* bytes are those that requests cover.
 A request is one storage operation.
 """
 
@@ -60,24 +60,6 @@ class FileReads(OverRead):
     needed_bytes: int
     read_bytes: int
     num_requests: int
-
-
-@dataclass(frozen=True)
-class FileWrites:
-    """What one process writes into one file."""
-
-    file: str
-    written_bytes: int
-    num_requests: int
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """The name and the size of a file to write, and the bytes of its tensors."""
-
-    file: str
-    nbytes: int
-    data_bytes: int
 
 
 def plan_json(plan: Any) -> str:
