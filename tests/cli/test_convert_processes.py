@@ -153,7 +153,8 @@ def test_a_process_in_a_pipe(tmp_path):
     done = run("convert", HF, tmp_path / "to", *TO_ORBAX, *SMALL, "--json", code=code)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["nbytes"] == NBYTES
-    lines = done.stderr.splitlines()
+    beginning, *lines = done.stderr.splitlines()
+    assert beginning.startswith(f"Making {tmp_path}/to/0/items of {HF}: ")
     assert len(lines) > 5
     assert lines[0] == "convert: 0 Bytes of 135.2 KiB"
     assert lines[-1].startswith("convert: 135.2 KiB of 135.2 KiB, ")
