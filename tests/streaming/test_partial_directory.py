@@ -32,7 +32,7 @@ class Run(PartialDirectory):
 @pytest.fixture
 def draft(tmp_path):
     """A function that makes one, of a run of its own."""
-    return lambda name="to": Run(str(tmp_path / name), lambda: "of this")
+    return lambda name="to": Run(str(tmp_path / name), "of this", nbytes=0)
 
 
 def begun(draft, tiles=()):
