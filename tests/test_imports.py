@@ -159,3 +159,17 @@ def test_a_class_name_is_used_once():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(f"{module}:{node.lineno}")
     assert not {name: places for name, places in homes.items() if len(places) > 1}
+
+
+def test_the_nouns_of_the_glossary_are_classes():
+    nouns = re.findall(
+        r"^\| \*\*(\w+)\*\* \| `(\w+)/` \|", (TESTS.parent / "docs/glossary.md").read_text(), re.MULTILINE
+    )
+    assert nouns
+    for noun, room in nouns:
+        homes = [
+            module
+            for module in MODULES
+            if any(isinstance(node, ast.ClassDef) and node.name == noun for node in nodes(module))
+        ]
+        assert list(map(room_of, homes)) == [room], noun
