@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -69,26 +70,22 @@ def _for_programs(cell: Cell) -> str:
 def _drawn(columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Iterable[Sequence[str]] | None) -> Table:
     """Return a table for a terminal, of which nothing is cut off."""
     from rich import box
-    from rich.table import Column, Table
+    from rich.table import Table
     from rich.text import Text
 
-    # A line for each word, because rich folds long names before it wraps headings.
-    headings = [name.replace(" ", "\n") for name in columns]
     texts = [[Text(_for_people(cell)) for cell in row] for row in rows]
+    headings = [*columns]
     if notes is not None:
-        headings = [f"{columns[0]}\n  {columns[-1]}", *headings[1:-1]]
+        headings = [f"{columns[0]}\n  {columns[-1]}", *columns[1:-1]]
         for row, lines in zip(texts, notes, strict=True):
             row[0].append("".join(f"\n  {printable(line)}" for line in lines), "dim")
-    numbers = [not isinstance(cell, str) for cell in rows[0]] if rows else [False] * len(headings)
-    table = Table(
-        *(
-            Column(heading, justify="right" if number else "left", overflow="fold")
-            for heading, number in zip(headings, numbers, strict=True)
-        ),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        collapse_padding=True,
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+    for heading, cell in zip_longest(headings, rows[0] if rows else ()):
+        if isinstance(cell, int | float):
+            # A line for each word, because rich folds long names before it wraps headings.
+            table.add_column(heading.replace(" ", "\n"), justify="right", overflow="fold")
+        else:
+            table.add_column(heading, overflow="fold")
     for row in texts:
         table.add_row(*row)
     return table
