@@ -116,11 +116,6 @@ def test_towers_are_copied_from_the_source(together):
     assert ost.verify(together[0] / "towers", data=True) == []
 
 
-def test_in_the_background(alone, together):
-    found_in(together, "saved_in_the_background")
-    assert content(together[0] / "async") == content(alone / "gpt-oss scanned")
-
-
 def test_a_tree_that_does_not_fit_is_refused_in_every_process(together):
     for found in found_in(together, "refused"):
         assert found["no norm"]["kind"] == "MappingError"

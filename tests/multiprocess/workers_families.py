@@ -133,7 +133,7 @@ def saves() -> Iterator[tuple[str, str, str]]:
 def run(root: str) -> dict[str, Any]:
     """What was restored, saved and refused, each by name; a traceback in place of what was to be found."""
     out: dict[str, Any] = {}
-    for part in (_restored, _saved, _saved_like, _saved_in_the_background, _refused):
+    for part in (_restored, _saved, _saved_like, _refused):
         try:
             out[part.__name__.removeprefix("_")] = part(Path(root))
         except Exception:
@@ -185,25 +185,6 @@ def _saved_like(root: Path) -> None:
     # Its towers have no leaf.
     tree = sharded(made_by_maxtext("gemma4_small", "unscanned"), full_mesh(), ("x", "y"))
     ost.save(root / "towers", tree, family="maxtext", like=stored_directory("gemma4_small"))
-
-
-def _saved_in_the_background(root: Path) -> dict[str, list[int]]:
-    """Leaves that all processes have as NumPy arrays among those of which each has a part."""
-    tree = made_by_maxtext("gpt-oss", "scanned")
-    decoder = tree["params"]["decoder"]
-    decoder["layers"]["layers_0"] = sharded(
-        decoder["layers"]["layers_0"], full_mesh(), LAYOUTS["scanned"]["layers and last"]
-    )
-    args = {"family": "maxtext", "config": config_of("gpt-oss"), "max_file_bytes": MAX_FILE_BYTES}
-    with ocp.AsyncCheckpointer(ost.SafetensorsHandler()) as checkpointer, written() as counted:
-        checkpointer.save(root / "async", args=ost.SafetensorsSave(tree, **args))
-        for leaf in jax.tree.leaves(tree):
-            if isinstance(leaf, jax.Array):
-                leaf.delete()
-            else:
-                leaf[...] = 0
-        checkpointer.wait_until_finished()
-    return counted
 
 
 def _refused(root: Path) -> dict[str, dict[str, Any] | None]:

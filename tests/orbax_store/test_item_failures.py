@@ -184,7 +184,7 @@ def enlarge(disk):
     subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
 
 
-@all_formats
+@pytest.mark.parametrize(("ocdbt", "zarr3"), [FORMATS[0], FORMATS[-1]])
 def test_a_disk_that_is_full(small_disk, ocdbt, zarr3):
     array = random(np.dtype(np.int32), (512, 1024))
     tree = {"a": OrbaxLeaf(array.shape, array.dtype, (32, 1024))}
@@ -203,7 +203,7 @@ def test_a_disk_that_is_full(small_disk, ocdbt, zarr3):
     same_bits(open_orbax(small_disk / "new").value("a"), array)
 
 
-@pytest.mark.parametrize("free", range(0, 40_000, 8_000))
+@pytest.mark.parametrize("free", [0, 16_000])
 def test_a_disk_that_is_full_when_all_has_been_written(small_disk, free):
     enlarge(small_disk)  # TensorStore makes more files of the same bytes if it is slower than this process
     tree = {f"layer_{number:03}": OrbaxLeaf((4,), BF16, (4,)) for number in range(200)}

@@ -24,7 +24,6 @@ from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save import job
 from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.storage import local
-from tests.support.disks import file_system
 from tests.support.files import nothing_left, random_bits, stored_arrays
 from tests.support.saves import BF16, RNG, TREE, assert_same_bits, save, sharded
 
@@ -210,27 +209,6 @@ def test_writes_that_are_short_are_continued(tmp_path, monkeypatch):
     save(tmp_path, faulty_tree(), max_file_bytes=4200)
     for name, array in stored_arrays(tmp_path).items():
         assert_same_bits(array, FAULTY[name])
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    with file_system(tmp_path / "disk", "64k") as disk:
-        yield disk
-
-
-@pytest.mark.parametrize("rows", [20, 8])
-def test_a_disk_that_is_full(small_disk, rows):
-    """Full amid the data, or so that all of it fits and the index does not."""
-    tree = {f"w{number:02}": np.full((1024,), number, np.float32) for number in range(rows)}
-    with nothing_left(small_disk), pytest.raises(ost.StorageError, match="No space left on device"):
-        save(small_disk / "saved", tree, max_file_bytes=4096)
-    with pytest.raises(ost.SafetensorsError):
-        ost.open_checkpoint(small_disk / "saved")
-    shutil.rmtree(small_disk / "saved")
-    smaller = dict(list(tree.items())[:5])
-    restored = stored_arrays(save(small_disk / "saved", smaller))
-    for name, array in smaller.items():
-        assert_same_bits(restored[name], array)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -240,27 +240,6 @@ def test_files_are_flushed_where_something_was_written(source, tmp_path):
     assert len(flushes) <= len(told) + 2 * len(files)  # the tiles that end one and begin another, and the headers
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
-def test_a_full_disk_for_what_is_beside(name, source, tmp_path, monkeypatch):
-    path, destination = source(MANY_FILES), tmp_path / "to"
-    create = local.LocalStore.create
-
-    def failing_create(self, where, nbytes=None, **more):
-        if os.path.basename(where) == name:
-            Path(where).write_bytes(b"{")
-            raise ost.StorageError("No space left on device")
-        return create(self, where, nbytes, **more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(local.LocalStore, "create", failing_create)
-        with pytest.raises(ost.StorageError, match="No space left"):
-            CALLS[MANY_FILES](path, destination)
-    assert not destination.exists()
-    assert CALLS[MANY_FILES](path, destination, resume=True).nbytes == 0
-    CALLS[MANY_FILES](path, tmp_path / "whole")
-    assert content(destination) == content(tmp_path / "whole")
-
-
 def test_a_full_disk_for_a_config_that_was_given(source, tmp_path, monkeypatch):
     path, destination = source("to_safetensors"), tmp_path / "to"
 
