@@ -13,14 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 def announce(job: TileJob, memory_bytes: int, left: int) -> None:
-    """Log one line of level INFO for a job of which all processes together will write `left` bytes of arrays.
+    """Log one line for a job of which all processes together will write `left` bytes of arrays, before compression.
 
-    Bytes are read about in proportion. An object store does not say how long the chunks of a checkpoint of Orbax are,
-    which may be compressed; then as many bytes are announced as are written.
+    The line is a warning if so many bytes do not fit, although compressed they may, and otherwise of level INFO. Of the
+    source, about the same share is read. If nobody knows its size, because it is compressed and on an object store, the
+    line has the bytes to write for those to read.
     """
-    read = left if job.source.stored_bytes is None else job.source.stored_bytes * left // max(job.nbytes, 1)
+    stored = job.source.stored_bytes
+    read = left if stored is None else stored * left // max(job.nbytes, 1)
     text = f"{human_bytes(read)} to read, {human_bytes(left)} to write, {human_bytes(memory_bytes)} of memory at most"
-    workspace = job.sink.workspace
+    level, workspace = logging.INFO, job.sink.workspace
     if workspace.locked is not None and (free := free_bytes(workspace.path)) is not None:
         text += f", {human_bytes(free)} free"
-    logger.info("Making %s of %s: %s", job.sink.path, job.source.path, text)
+        level = logging.WARNING if left > free else level
+    logger.log(level, "Making %s of %s: %s", job.sink.path, job.source.path, text)

@@ -75,7 +75,6 @@ class ObjectsSink(Sink):
         self._views = [views for _, views in file_units]
         # The record stands in the place of the last object, the index or a file, until all other objects are there.
         self.last = len(self.units) - 1 if files.layout.index is None else None
-        self._paths = [posixpath.join(path, name) for name, _ in files.layout.files]
         # Parts in flight may take as much as a batch, which is a quarter of this.
         requests = store.cost.request_limits(None, None, 4 * self.batch_bytes).requests
         self._writer = WholeFileWriter(self._create, requests)
@@ -115,8 +114,8 @@ class ObjectsSink(Sink):
         return (tile for bundle in self.units[unit] for tile in bundle)
 
     def _create(self, number: int) -> NewFile:
-        header = self._files.layout.files[number][1]
-        file = self._store.create(self._paths[number], header.file_bytes, self._requests_of_file)
+        name, header = self._files.layout.files[number]
+        file = self._store.create(posixpath.join(self.path, name), header.file_bytes, self._requests_of_file)
         file.write(0, [memoryview(header.encoded)])
         return file
 

@@ -60,11 +60,13 @@ def test_too_little_room_is_refused_at_once(kind, disk, tmp_path):
     check(kind, to)
 
 
-def test_chunks_that_are_compressed_may_fit(disk, tmp_path):
+def test_chunks_that_are_compressed_may_fit(disk, tmp_path, caplog):
     source = make_source("to_orbax", tmp_path / "from")
-    disk.free = 0
+    disk.free = NBYTES - 2
     CALLS["to_orbax"](source, tmp_path / "to")
     check("to_orbax", tmp_path / "to")
+    (warning,) = caplog.messages
+    assert warning.startswith("Making ")
 
 
 @pytest.mark.parametrize("resume", [True, False])
