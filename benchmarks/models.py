@@ -1,14 +1,13 @@
 """Trees of models: how their leaves are sharded, and what they are in NumPy.
 
-Nothing here uses the package that is measured. `tests/support/maxtext_reference.py` says what NumPy makes of the stored
-tensors; the tests compare it with MaxText's own converter.
+Nothing here uses the package that is measured. `maxtext_reference.py` says what NumPy makes of the stored tensors; the
+tests compare it with MaxText's own converter.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,9 +15,6 @@ import ml_dtypes
 import numpy as np
 from checkpoints import BLOCK, DTYPES, read_header
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-
 from maxtext_reference import converted
 
 _SCALES = "_scale_inv"

@@ -2,11 +2,13 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.family_samples import Sample
 from tests.support.roots import ROOT
 
 pytestmark = pytest.mark.process
@@ -79,3 +81,14 @@ def test_a_quick_run_of_deltas_makes_the_newer_checkpoint(tmp_path):
     found = json.loads(report.read_text())
     assert 0.009 < found["changed"] < 0.011
     assert {name: len(runs) for name, runs in found["runs"].items()} == {"delta": 1, "apply_delta": 1, "identical": 1}
+
+
+@pytest.mark.parametrize("name", ["deepseek3", "llama3.1", "qwen3-moe"])
+def test_what_restores_are_checked_with_is_what_maxtexts_converter_makes(name):
+    sample = Sample(name)
+    converted = runpy.run_path(str(BENCHMARKS / "maxtext_reference.py"))["converted"]
+    found = converted(sample.model, sample.config, sample.stored)
+    expected = sample.made_by_maxtext(True)
+    assert {path.replace("-", "."): array.tobytes() for path, array in found.items()} == {
+        path: array.tobytes() for path, array in expected.items()
+    }

@@ -18,7 +18,6 @@ from tests.multiprocess.workers_families import (
 from tests.support.maxtext_trees import (
     DIMENSIONS,
     EACH_TREE,
-    EACH_TREE_OFTEN,
     ON_TWO_AXES,
     assert_restored,
     assert_same_bits,
@@ -67,7 +66,7 @@ def test_sharded_over_each_dimension(sample, mode, line, device):
                 assert cost["num_reads"] == [planned.num_requests]
 
 
-@EACH_TREE_OFTEN
+@EACH_TREE
 @pytest.mark.both_devices
 def test_sharded_over_two_axes(sample, mode, mesh, device):
     """With `ArrayRestoreArgs` in the place of an item."""

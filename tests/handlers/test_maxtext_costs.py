@@ -1,6 +1,5 @@
 """What restores of MaxText's trees read: what their shards are made of, and the gaps that are read over."""
 
-import itertools
 import json
 import shutil
 
@@ -19,9 +18,7 @@ from tests.multiprocess.workers_families import (
 from tests.support.files import write_indexed
 from tests.support.maxtext_trees import (
     DIMENSIONS,
-    FEW,
-    MODES,
-    MOVED,
+    EACH_MOVED_TREE,
     ON_TWO_AXES,
     assert_restored,
     checkpointer,
@@ -30,7 +27,6 @@ from tests.support.maxtext_trees import (
     stored,
 )
 from tests.support.measure import MAX_GAP_BYTES, measured
-from tests.support.tiers import cross
 
 
 class Positions:
@@ -81,16 +77,13 @@ def positions_of(sample, directory):
     return Positions(directory, config_of(sample), shapes)
 
 
-EACH_TREE = pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(MOVED, MODES), FEW))
-
-
-@EACH_TREE
-@pytest.mark.parametrize("processes", cross([8, 4], {4}))
-def test_every_process_needs_what_its_shards_are_made_of(tmp_path, sample, mode, processes, line, mesh):
+@EACH_MOVED_TREE
+def test_every_process_needs_what_its_shards_are_made_of(tmp_path, sample, mode, line, mesh):
+    processes = 4
     positions = positions_of(sample, tmp_path / "model")
     tree = positions.restored(mode)
     layouts = [(line, on_one_axis(dimension)) for dimension in DIMENSIONS]
-    layouts += [(mesh, axes) for axes in ON_TWO_AXES[processes // 4 :: 3]]
+    layouts += [(mesh, axes) for axes in ON_TWO_AXES[::3]]
     for devices, axes in layouts:
         item = target(tree, devices, axes)
         plan = positions.plan(mode, item, processes)
@@ -100,7 +93,7 @@ def test_every_process_needs_what_its_shards_are_made_of(tmp_path, sample, mode,
             assert needed <= cost.read_bytes <= spanned, axes
 
 
-@EACH_TREE
+@EACH_MOVED_TREE
 def test_a_leaf_alone_costs_its_runs_and_the_short_gaps_between_them(tmp_path, sample, mode, line):
     positions = positions_of(sample, tmp_path / "model")
     for name, whole in named(positions.restored(mode)).items():
@@ -256,6 +249,7 @@ def test_layers_and_experts_over_two_axes_cost_what_they_hold(rows, mesh):
             assert cost.read_bytes == cost.needed_bytes == held, axes
 
 
+@pytest.mark.parametrize("rows", ["short rows"], indirect=True)
 def test_what_is_read_over_is_not_restored(rows, line):
     _, made = rows
     tree = made.restored("scanned")

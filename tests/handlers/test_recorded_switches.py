@@ -217,14 +217,13 @@ def test_results_name_the_switches(link, converted):
         assert json.loads(json.dumps(done.to_json()))["variant"] == USED
 
 
-@pytest.mark.parametrize("sample", ["llama2", "llama3.1"])
 @pytest.mark.parametrize(
-    "switches",
+    ("sample", "switches"),
     [
-        {"scan_layers": True},
-        {"scan_layers": False},
-        {"scan_layers": True, "vocab_size": 256},
-        {"scan_layers": True, "param_scan_axis": 0},
+        ("llama2", {"scan_layers": True}),
+        ("llama3.1", {"scan_layers": False}),
+        ("llama3.1", {"scan_layers": True, "vocab_size": 256}),
+        ("llama3.1", {"scan_layers": True, "param_scan_axis": 0}),
     ],
     ids=str,
 )

@@ -14,10 +14,9 @@ from jax.sharding import Mesh
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import registry
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
-from tests.support.family_samples import FAMILY, TREES
+from tests.support.family_samples import FAMILY
 from tests.support.files import write
-from tests.support.maxtext_trees import COVER, assert_restored, assert_same_bits
-from tests.support.tiers import cross
+from tests.support.maxtext_trees import EACH_TREE, assert_restored, assert_same_bits
 
 MODES = ("scanned", "unscanned")
 
@@ -54,7 +53,7 @@ SCALE = ("params", "decoder", "decoder_norm", "scale")
 # --- trees ---
 
 
-@pytest.mark.parametrize(("sample", "mode"), cross(TREES, COVER))
+@EACH_TREE
 def test_the_tree_that_maxtexts_converter_made(sample, mode, line):
     """Whole on each device, and eight ways."""
     ost.register("maxtext")
@@ -64,42 +63,11 @@ def test_the_tree_that_maxtexts_converter_made(sample, mode, line):
         assert_restored(stock(stored_directory(sample), item, transforms={}), item, expected, f"{axes}")
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("sample", ["gpt-oss", "qwen3"])
-def test_the_axis_of_layers_follows_from_shapes(sample, axis, line):
-    ost.register("maxtext")
-    with ost.SafetensorsCheckpointer(family="maxtext", variant={"param_scan_axis": axis}) as checkpointer:
-        expected = checkpointer.restore(stored_directory(sample))
-    item = target(expected, line, ("d",))
-    assert_restored(stock(stored_directory(sample), item), item, expected, f"axis {axis}")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_vocabulary_follows_from_shapes(mode, line):
-    ost.register("maxtext")
-    variant = {"scan_layers": mode == "scanned", "vocab_size": 80}
-    with ost.SafetensorsCheckpointer(family="maxtext", variant=variant) as checkpointer:
-        expected = checkpointer.restore(stored_directory("mixtral"))
-    assert expected["params"]["token_embedder"]["embedding"].shape[0] == 80
-    item = target(expected, line, ("d",))
-    assert_restored(stock(stored_directory("mixtral"), item), item, expected, "padded")
-
-
-def test_layers_of_prediction_that_the_tree_does_not_have(line):
-    """They are stored, and are left out if nobody wants them."""
-    ost.register("maxtext")
-    expected = made_by_maxtext("deepseek3_mtp", "scanned")
-    del expected["params"]["mtp_block"]
-    item = target(expected, line, ("d",))
-    assert_restored(stock(stored_directory("deepseek3_mtp"), item), item, expected, "without")
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("above", [0, 1, 2])
-def test_a_leading_params_more_or_less(mode, above, line):
+def test_a_leading_params_more_or_less(above, line):
     """MaxText's loaders have the tree below `params`, once or twice, or alone."""
     ost.register("maxtext")
-    inner = made_by_maxtext("qwen3", mode)["params"]
+    inner = made_by_maxtext("qwen3", "scanned")["params"]
     for _ in range(above):
         inner = {"params": inner}
     item = target(inner, line, ("d",))
@@ -143,19 +111,17 @@ def without_shapes(directory, item):
 WAYS = [with_arguments, with_a_checkpointer, with_the_standard_checkpointer, without_shapes]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_every_way_to_ask(way, mode, line):
+def test_every_way_to_ask(way, line):
     ost.register("maxtext")
-    expected = made_by_maxtext("qwen3", mode)
+    expected = made_by_maxtext("qwen3", "unscanned")
     item = target(expected, line, ("d",))
     assert_restored(way(epath.Path(stored_directory("qwen3")), item), item, expected, way.__name__)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_without_arguments_for_leaves_they_are_numpy(mode, line):
+def test_without_arguments_for_leaves_they_are_numpy(line):
     ost.register("maxtext")
-    expected = made_by_maxtext("qwen3", mode)
+    expected = made_by_maxtext("qwen3", "unscanned")
     item = target(expected, line, ())
     restored = ocp.PyTreeCheckpointHandler().restore(epath.Path(stored_directory("qwen3")), item=item)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(restored))
@@ -294,7 +260,6 @@ def test_from_many_threads(line):
 # --- errors ---
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("path", "shape", "message"),
     [
@@ -307,9 +272,9 @@ def test_from_many_threads(line):
     ],
     ids=["shape", "width", "vocabulary", "missing", "extra", "state"],
 )
-def test_a_tree_that_does_not_fit(path, shape, message, mode, line):
+def test_a_tree_that_does_not_fit(path, shape, message, line):
     ost.register("maxtext")
-    item = target(made_by_maxtext("qwen3", mode), line, ())
+    item = target(made_by_maxtext("qwen3", "scanned"), line, ())
     leaf = (
         None if shape is None else jax.ShapeDtypeStruct(shape, np.float32, sharding=jax.tree.leaves(item)[0].sharding)
     )

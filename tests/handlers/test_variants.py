@@ -9,11 +9,9 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
-from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target, variant
-from tests.support.family_samples import SAMPLES
+from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
 from tests.support.files import write
-from tests.support.maxtext_trees import COVER, MODES, assert_restored, assert_same_bits, content, named, stored
-from tests.support.tiers import cross
+from tests.support.maxtext_trees import EACH_TREE, assert_restored, assert_same_bits, content, named, stored
 
 UNSCANNED = {"scan_layers": False}
 
@@ -47,15 +45,7 @@ FORMS = {
 }
 
 
-TREES = [
-    (sample, mode)
-    for sample in SAMPLES
-    for mode in MODES
-    if (stored_directory(sample).parent / f"mt_{mode}.npz").exists()
-]
-
-
-@pytest.mark.parametrize(("sample", "mode"), cross(TREES, COVER))
+@EACH_TREE
 def test_trees_of_maxtexts_converter(sample, mode, line):
     """Every switch follows from the tree, or from the config."""
     expected = made_by_maxtext(sample, mode)
@@ -67,12 +57,11 @@ def test_trees_of_maxtexts_converter(sample, mode, line):
     assert_restored(restore(sample, item, None), item, expected, "registered, of NNX")
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_each_form_of_a_tree(form, mode, line):
-    expected = form(made_by_maxtext("qwen3", mode))
+def test_each_form_of_a_tree(form, line):
+    expected = form(made_by_maxtext("qwen3", "unscanned"))
     item = target(expected, line, ("d",))
-    assert_restored(restore("qwen3", item), item, expected, mode)
+    assert_restored(restore("qwen3", item), item, expected, "item")
     args = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape), item)
     with ocp.Checkpointer(ost.SafetensorsHandler(family="maxtext")) as checkpointer:
         restored = checkpointer.restore(stored_directory("qwen3"), restore_args=args)
@@ -194,13 +183,12 @@ def test_a_family_without_variants(tmp_path):
         assert checkpointer.restore(tmp_path, args=args)["b"].tobytes() == np.ones((2, 3), np.float32).tobytes()
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_saves(tmp_path, form, mode):
+def test_saves(tmp_path, form):
     """The files are those of a save with the variant, and a restore without arguments returns the saved tree."""
-    tree = made_by_maxtext("qwen3", mode)
+    tree = made_by_maxtext("qwen3", "unscanned")
     args = {"family": "maxtext", "config": config_of("qwen3"), "index": False}
-    ost.save(tmp_path / "named", tree, variant=variant(mode), **args)
+    ost.save(tmp_path / "named", tree, variant=UNSCANNED, **args)
     ost.save(tmp_path / "inferred", form(tree), **args)
     assert content(tmp_path / "inferred") == content(tmp_path / "named")
     original = stored(stored_directory("qwen3"))
@@ -209,18 +197,15 @@ def test_saves(tmp_path, form, mode):
     assert all(saved[name].tobytes() == array.tobytes() for name, array in original.items())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_saves_like_the_source(tmp_path, mode):
-    source = stored_directory("qwen3")
-    ost.save(tmp_path / "saved", state_of(inner(made_by_maxtext("qwen3", mode))), family="maxtext", like=source)
+def test_saves_like_the_source(tmp_path):
+    source, tree = stored_directory("qwen3"), made_by_maxtext("qwen3", "unscanned")
+    ost.save(tmp_path / "saved", state_of(inner(tree)), family="maxtext", like=source)
     saved, original = stored(tmp_path / "saved"), stored(source)
     assert saved.keys() == original.keys()
     assert all(saved[name].tobytes() == array.tobytes() for name, array in original.items())
     assert (tmp_path / "saved" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     with pytest.raises(ost.MappingError, match="this tree is that of variant="):
-        switches = {"scan_layers": mode != "scanned"}
-        tree = made_by_maxtext("qwen3", mode)
-        ost.save(tmp_path / "wrong", tree, family="maxtext", like=source, variant=switches)
+        ost.save(tmp_path / "wrong", tree, family="maxtext", like=source, variant={"scan_layers": True})
 
 
 def test_a_save_records_its_variant(tmp_path):

@@ -1,4 +1,4 @@
-"""The families against the model of MaxText's converter, on configs of any small sizes."""
+"""The families on configs of any small sizes: each stored element is in the tree once, and comes back."""
 
 import numpy as np
 from hypothesis import event, given
@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
-from tests.support.maxtext_reference import MODELS, converted
 from tests.support.strategies import examples
 
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
+MODELS = [
+    "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gemma4", "gemma4_small", "gpt_oss", "llama3",
+    "mistral", "mixtral", "olmo3", "qwen2_5", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next",
+]  # fmt: skip
 sizes = st.integers(1, 5)
 
 
@@ -96,7 +99,7 @@ def qwen_tower(draw):
 
 @examples(200)
 @given(st.data())
-def test_any_model_is_what_maxtext_makes_of_it(data):
+def test_a_tree_has_every_stored_element_once_and_gives_it_back(data):
     name = data.draw(st.sampled_from(MODELS))
     event(name)
     config = data.draw(configs(name))
@@ -105,7 +108,6 @@ def test_any_model_is_what_maxtext_makes_of_it(data):
     variant = {"scan_layers": scan_layers, "param_scan_axis": data.draw(st.integers(0, 1))}
     if data.draw(st.booleans()):
         variant["vocab_size"] = text["vocab_size"] + data.draw(st.integers(0, 3))
-    mtp = bool(config.get("num_nextn_predict_layers"))
     if name == "qwen3_5":
         variant["separate_experts"] = data.draw(st.booleans())
     family = FAMILY[name]
@@ -122,13 +124,6 @@ def test_any_model_is_what_maxtext_makes_of_it(data):
     tree = family.describe(config, variant, binder(stored))
 
     arrays = {path: evaluate(view, stored) for path, view in tree.items()}
-    expected = converted(name, config, stored, mtp=mtp, **variant)
-    assert sorted(arrays) == sorted(target.replace("-", ".") for target in expected)
-    for target, array in expected.items():
-        found = arrays[target.replace("-", ".")]
-        assert found.shape == array.shape, target
-        assert found.tobytes() == array.tobytes(), target
-
     counts = uses(tree, shapes)
     assert counts.keys() == shapes.keys()
     assert all((count == 1).all() for count in counts.values())

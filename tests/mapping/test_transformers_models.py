@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 from orbax_safetensors.mapping import View, registry
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
-from tests.support.maxtext_reference import converted
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -97,46 +96,30 @@ CONFIGS |= {
     "qwen3_5": lambda: transformers.Qwen3_5MoeTextConfig(**SIZES, **LINEAR, head_dim=4),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES, **LINEAR, head_dim=4),
 }
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
-@pytest.fixture(params=CONFIGS, scope="module")
-def checkpoint(request, tmp_path_factory):
-    """The family's last name, and what `save_pretrained` wrote: the config, and the tensors in two dtypes."""
-    directory = tmp_path_factory.mktemp("model")
+@pytest.fixture(params=CONFIGS)
+def checkpoint(request, tmp_path):
+    """The family's last name, and what `save_pretrained` wrote: the config and the tensors."""
     generator = torch.Generator().manual_seed(0)
-    stored = {}
-    for dtype in DTYPES:
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param](), dtype=DTYPES[dtype])
-        with torch.no_grad():
-            for values in model.state_dict().values():
-                values.copy_(torch.randn(values.shape, generator=generator))
-        model.save_pretrained(directory / dtype)
-        stored[dtype] = load_file(directory / dtype / "model.safetensors")
-    config = json.loads((directory / "bf16" / "config.json").read_text())
-    return request.param.split(",")[0], config, stored
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param](), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for values in model.state_dict().values():
+            values.copy_(torch.randn(values.shape, generator=generator))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    return request.param.split(",")[0], config, load_file(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
-def test_a_saved_model_is_what_maxtext_makes_of_it(checkpoint, dtype, scan_layers):
-    name, config, every = checkpoint
-    stored = every[dtype]
+def test_a_saved_model_is_in_the_tree_as_a_whole_and_comes_back(checkpoint):
+    name, config, stored = checkpoint
     family = registry.find("maxtext", config)
     assert family.name == f"maxtext.{name}"
-    scan_layers = scan_layers and name != "gemma4_small"
+    scan_layers = name != "gemma4_small"
     variant = {"mtp": False} if name in ("deepseek3", "deepseek3_2") else {}
     variant |= family.stored_as({name: array.shape for name, array in stored.items()})
     tree = family.describe(config, {"scan_layers": scan_layers, **variant}, binder(stored))
     arrays = {path: evaluate(view, stored) for path, view in tree.items()}
-
-    separate_experts = variant.get("separate_experts", False)
-    expected = converted(name, config, stored, scan_layers=scan_layers, separate_experts=separate_experts)
-    assert sorted(arrays) == sorted(target.replace("-", ".") for target in expected)
-    for target, array in expected.items():
-        found = arrays[target.replace("-", ".")]
-        assert (found.shape, found.dtype) == (array.shape, array.dtype), target
-        assert found.tobytes() == array.tobytes(), target
 
     counts = uses(tree, {tensor: array.shape for tensor, array in stored.items()})
     assert counts.keys() == stored.keys()
