@@ -28,9 +28,15 @@ def model():
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
-@pytest.mark.parametrize("files", ["one file", "several files"])
-@pytest.mark.parametrize("tree", [{}, {"family": "maxtext"}], ids=["as it is", "MaxText's tree"])
+@pytest.mark.parametrize(
+    ("tree", "files", "beside"),
+    [
+        ({}, "one file", True),
+        ({}, "several files", False),
+        ({"family": "maxtext"}, "one file", False),
+        ({"family": "maxtext"}, "several files", True),
+    ],
+)
 def test_a_linked_directory_is_the_model(tree, files, beside, model, tmp_path):
     source = tmp_path / "model"
     model.save_pretrained(source, max_shard_size="10KB" if files == "several files" else "1GB")

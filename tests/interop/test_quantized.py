@@ -88,9 +88,12 @@ def test_fp8_blocks_are_what_torch_distributed_reads(tmp_path, rng, target):
         assert_same_numbers(as_dtype(found[name], numpy_dtype(target)), to_numpy(tensor))
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
-@pytest.mark.parametrize("scale_shape", [(), (1,), (96, 1), (96,)], ids=str)
-def test_fp8_tensors_and_channels_are_codes_times_scales(rng, scale_dtype, scale_shape):
+@pytest.mark.parametrize(
+    ("scale_shape", "scale_dtype"),
+    [((), torch.float32), ((1,), torch.bfloat16), ((96, 1), torch.float16), ((96,), torch.float8_e8m0fnu)],
+    ids=str,
+)
+def test_fp8_tensors_and_channels_are_codes_times_scales(rng, scale_shape, scale_dtype):
     weight = random_bits(rng, (96, 72), F8)
     scale = random_bits(rng, scale_shape, numpy_dtype(scale_dtype))
     tensors = {"a.weight": weight, "a.weight_scale": scale}

@@ -40,19 +40,13 @@ CONFIGS = {
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES),
 }
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 TOKENS = torch.arange(24).reshape(2, 12)
 
 
 @pytest.fixture(params=CONFIGS)
-def config(request):
-    return CONFIGS[request.param]()
-
-
-@pytest.fixture(params=DTYPES)
-def model(request, config):
+def model(request):
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[request.param]).eval()
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param](), dtype=torch.bfloat16).eval()
 
 
 def stored_tensors(model):
@@ -100,18 +94,13 @@ def assert_same_model(found, model):
     assert to_numpy(logits(found)).tobytes() == to_numpy(logits(model)).tobytes()
 
 
-@pytest.mark.parametrize("files", ["one file", "several files"])
-def test_from_pretrained_loads_what_is_saved(tmp_path, model, files):
-    arrays = stored_tensors(model)
-    limit = {"one file": 10**9, "several files": 40_000}[files]
-    save(tmp_path / "saved", model, on_devices(arrays), limit)
+def test_from_pretrained_loads_what_is_saved(tmp_path, model):
+    save(tmp_path / "saved", model, on_devices(stored_tensors(model)), 40_000)
     names = {path.name for path in (tmp_path / "saved").iterdir()}
-    assert {"_CHECKPOINT_METADATA", "commit_success.txt"} <= names
-    assert ("model.safetensors.index.json" in names) == (files == "several files")
+    assert {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors.index.json"} <= names
     assert_same_model(load(tmp_path / "saved"), model)
 
 
-@pytest.mark.parametrize("model", ["bf16"], indirect=True)
 def test_both_names_of_a_tied_tensor_may_be_saved(tmp_path, model):
     arrays = {name: to_numpy(tensor) for name, tensor in model.state_dict().items()}
     save(tmp_path / "saved", model, arrays, 40_000)
@@ -128,10 +117,9 @@ def test_auto_model_without_a_head(tmp_path):
         assert torch.equal(found(TOKENS).last_hidden_state, model(TOKENS).last_hidden_state)
 
 
-@pytest.mark.parametrize("size", ["1GB", "40KB"])
-def test_what_save_pretrained_writes_is_restored(tmp_path, model, size):
-    model.save_pretrained(tmp_path, max_shard_size=size)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (size == "40KB")
+def test_what_save_pretrained_writes_is_restored(tmp_path, model):
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
     expected = with_experts_apart(stored_tensors(model))
     with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
         flat = checkpointer.restore(tmp_path)
@@ -165,7 +153,6 @@ def with_experts_apart(arrays):
     return out
 
 
-@pytest.mark.parametrize("model", ["bf16"], indirect=True)
 def test_restored_and_saved_again_is_the_same_model(tmp_path, model):
     model.save_pretrained(tmp_path / "first", max_shard_size="40KB")
     with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
