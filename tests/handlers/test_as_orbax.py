@@ -1,7 +1,6 @@
 """The same call to Orbax's own handlers and to ours gives the same tree, types, dtypes, shardings and bits."""
 
 import enum
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -360,35 +359,27 @@ def test_a_cast_to_the_other_byte_order(tmp_path):
 # --- what is missing ---
 
 
-@pytest.mark.parametrize(
-    ("call", "place"),
-    [
-        *itertools.product(
-            ["restore", "metadata", "open_checkpoint", "plan_restore"],
-            ["nowhere", "nowhere/model.safetensors", "empty", "index"],
-        ),
-        *itertools.product(["convert", "reshard"], ["nowhere", "nowhere/model.safetensors"]),
-        ("reshard", "empty"),
-    ],
-)
-def test_what_is_missing_is_a_file_not_found_error(tmp_path, call, place):
+@pytest.mark.parametrize("place", ["nowhere", "nowhere/model.safetensors", "empty", "index"])
+def test_what_is_missing_is_a_file_not_found_error(tmp_path, place):
     (tmp_path / "empty").mkdir()
     (tmp_path / "index").mkdir()
     index = '{"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}'
     (tmp_path / "index" / "model.safetensors.index.json").write_text(index)
     path = epath.Path(tmp_path / place)
     item = {"w": jax.ShapeDtypeStruct((2,), np.float32)}
-    calls = {
-        "restore": lambda: ost.SafetensorsHandler().restore(path, ost.SafetensorsRestore(item)),
-        "metadata": lambda: ost.SafetensorsHandler().metadata(path),
-        "open_checkpoint": lambda: ost.open_checkpoint(path),
-        "plan_restore": lambda: ost.plan_restore(path, item),
-        "convert": lambda: ost.convert(path, tmp_path / "to", to="orbax"),
-        "reshard": lambda: ost.reshard(path, tmp_path / "to", mesh={"x": 2}, spec={"w": ("x",)}),
-    }
-    with pytest.raises(FileNotFoundError, match=place.rpartition("/")[0] or place) as raised:
-        calls[call]()
-    assert isinstance(raised.value, ost.MissingError)
-    assert isinstance(raised.value, ost.StorageError)
+    calls = [
+        lambda: ost.SafetensorsHandler().restore(path, ost.SafetensorsRestore(item)),
+        lambda: ost.SafetensorsHandler().metadata(path),
+        lambda: ost.open_checkpoint(path),
+        lambda: ost.plan_restore(path, item),
+    ]
+    if place.startswith("nowhere"):
+        calls.append(lambda: ost.convert(path, tmp_path / "to", to="orbax"))
+        calls.append(lambda: ost.reshard(path, tmp_path / "to", mesh={"x": 2}, spec={"w": ("x",)}))
+    for call in calls:
+        with pytest.raises(FileNotFoundError, match=place.rpartition("/")[0] or place) as raised:
+            call()
+        assert isinstance(raised.value, ost.MissingError)
+        assert isinstance(raised.value, ost.StorageError)
     with pytest.raises(FileNotFoundError):
         ocp.PyTreeCheckpointHandler().restore(path)

@@ -203,8 +203,7 @@ def test_what_is_there_is_kept_unless_forced(place, checkpointer, tree):
     assert list(map(alike, objects(place))) == sorted(["saved.other/x", *(f"saved/{name}" for name in names)])
 
 
-@pytest.mark.parametrize("files", [3, 2, 1])
-@pytest.mark.parametrize("form", ["an index", "pieces"])
+@pytest.mark.parametrize(("files", "form"), [(3, "pieces"), (2, "an index"), (1, "pieces")])
 def test_no_file_of_another_checkpoint_stays(gcs, tmp_path, files, form):
     values = {name: random_bits(RNG, (4,), np.dtype(np.uint8)) for name in "abc"}
     if form == "an index":

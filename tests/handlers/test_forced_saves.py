@@ -15,7 +15,6 @@ from orbax_safetensors.save.new_files import NewFiles
 from orbax_safetensors.storage import local, replace
 from tests.support.disks import file_system
 from tests.support.files import write
-from tests.support.tiers import cross
 
 OLD = {"a": np.arange(100_000, dtype=np.float32), "b": np.arange(7)}
 NEW = {"a": -np.arange(100_000, dtype=np.float32), "c": np.arange(5)}
@@ -30,9 +29,13 @@ def by_checkpointer(path, tree, **more):
         checkpointer.save(path, args=ost.SafetensorsSave(tree), **more)
 
 
-@pytest.fixture(params=[by_function, by_checkpointer])
+@pytest.fixture
 def save(request):
-    return request.param
+    """How to save: with the function, unless a test is for both ways."""
+    return getattr(request, "param", by_function)
+
+
+EITHER_WAY = pytest.mark.parametrize("save", [by_function, by_checkpointer], indirect=True)
 
 
 def holds(path, tree):
@@ -65,6 +68,7 @@ def old(tmp_path):
 # --- what is replaced ---
 
 
+@EITHER_WAY
 def test_a_forced_save_takes_the_place_of_all_that_was_there(old, save):
     save(old, NEW, force=True)
     holds(old, NEW)
@@ -95,6 +99,7 @@ def test_custom_metadata_of_a_forced_save(old):
         assert checkpointer.metadata(old).custom_metadata == {"epoch": 3}
 
 
+@EITHER_WAY
 def test_a_file_is_not_replaced(tmp_path, save):
     (tmp_path / "model").write_text("mine")
     with pytest.raises(ost.StorageError, match="model: is not a directory, and a save replaces nothing else"):
@@ -103,6 +108,7 @@ def test_a_file_is_not_replaced(tmp_path, save):
     assert there(tmp_path) == ["model"]
 
 
+@EITHER_WAY
 def test_only_a_checkpoint_is_replaced(old, save):
     """A `..` too many is not the end of all that lies beside the checkpoint."""
     (old.parent / "empty").mkdir()
@@ -117,7 +123,6 @@ def test_only_a_checkpoint_is_replaced(old, save):
     holds(old.parent / "empty", NEW)
 
 
-@pytest.mark.parametrize("name", ["stray.safetensors", "model.safetensors"])
 @pytest.mark.parametrize(
     ("inside", "others"),
     [
@@ -129,8 +134,8 @@ def test_only_a_checkpoint_is_replaced(old, save):
     ],
     ids=str,
 )
-def test_other_things_below_a_checkpoint_are_not_replaced(tmp_path, name, inside, others):
-    directory = tmp_path / "mine"
+def test_other_things_below_a_checkpoint_are_not_replaced(tmp_path, inside, others):
+    directory, name = tmp_path / "mine", "stray.safetensors"
     for file in inside:
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
         (directory / file).write_text("{}")
@@ -152,6 +157,7 @@ def test_a_save_replaces_what_an_earlier_one_has_copied(tmp_path, old):
     assert (tmp_path / "like" / "package" / "deep" / "code.py").exists()
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("force", [False, True])
 def test_what_a_conversion_has_begun_stays(old, save, force):
     """It can be resumed, and has the name that Orbax gives to what is unfinished."""
@@ -212,12 +218,21 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("code", cross([errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS], {errno.ENOSPC}))
+@EITHER_WAY
 @pytest.mark.parametrize(
-    ("fault", "force"),
-    [*((fault, True) for fault in FAULTS), *((fault, False) for fault in ("data", "open", "rename"))],
+    ("fault", "force", "code"),
+    [
+        ("data", True, errno.ENOSPC),
+        ("open", True, errno.EROFS),
+        ("rename", True, errno.EIO),
+        ("flush", True, errno.EDQUOT),
+        ("exchange", True, errno.EIO),
+        ("data", False, errno.EIO),
+        ("open", False, errno.ENOSPC),
+        ("rename", False, errno.EROFS),
+    ],
 )
-def test_a_save_that_fails_loses_and_leaves_nothing(old, save, monkeypatch, fault, code, force):
+def test_a_save_that_fails_loses_and_leaves_nothing(old, save, monkeypatch, fault, force, code):
     place = old if force else old.parent / "other"
     if fault == "rename":  # of Orbax, of the file that makes it a checkpoint, or of the directory
         monkeypatch.setattr(os, "replace", fails(OSError(code, os.strerror(code))))
@@ -252,6 +267,7 @@ def test_a_tree_that_is_refused_leaves_nothing(old, save, force):
     holds(old, OLD)
 
 
+@EITHER_WAY
 def test_an_interrupt_leaves_nothing(old, save, monkeypatch):
     monkeypatch.setattr(local.os, "pwritev", fails(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -295,6 +311,7 @@ def test_what_cannot_be_deleted_is_named(old, save, monkeypatch):
     holds(old, OLD)
 
 
+@EITHER_WAY
 def test_a_refused_save_does_not_touch_one_that_is_at_work(old, save):
     """Two programs must not save to one name, but the one that is refused must not harm the other."""
     at_work = old.parent / "model.orbax-checkpoint-tmp"

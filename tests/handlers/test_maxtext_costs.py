@@ -1,11 +1,9 @@
 """What restores of MaxText's trees read: what their shards are made of, and the gaps that are read over."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
-import pytest
 
 import orbax_safetensors as ost
 from tests.multiprocess.workers_families import (
@@ -20,13 +18,12 @@ from tests.support.maxtext_trees import (
     DIMENSIONS,
     EACH_MOVED_TREE,
     ON_TWO_AXES,
-    assert_restored,
     checkpointer,
     named,
     on_one_axis,
     stored,
 )
-from tests.support.measure import MAX_GAP_BYTES, measured
+from tests.support.measure import MAX_GAP_BYTES
 
 
 class Positions:
@@ -123,141 +120,3 @@ def test_gates_and_ups_that_are_stored_in_turn_are_read_together(tmp_path, mesh)
         # From the first element of one to its last is one element less than both.
         assert {cost.read_bytes for cost in plan.processes} == {2 * held - (4 if len(names) == 1 else 0)}
         assert [over.name for over in plan.over_reads] == ([f"{block}.{names[0]}"] if len(names) == 1 else [])
-
-
-# Models whose dimensions are all multiples of eight. In one rows of the hidden size are short; in the other they are so
-# long that what seven processes have of eight is longer than any gap that is read over.
-QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-    "num_experts": 8,
-    "moe_intermediate_size": 8,
-    "vocab_size": 16,
-}
-HIDDEN_SIZES = {"short rows": 64, "long rows": 5120}
-# For each leaf its dimensions. Upper case are those of which a shard is whole rows of stored matrices, or whole
-# matrices; `d` is a part of every row of the hidden size, `s` of every row of another, which are short.
-ROWS = {
-    "token_embedder.embedding": "Vd",
-    "decoder.logits_dense.kernel": "dV",
-    "decoder.decoder_norm.scale": "D",
-    "decoder.layers.pre_self_attention_layer_norm.scale": "DL",
-    "decoder.layers.post_self_attention_layer_norm.scale": "DL",
-    "decoder.layers.self_attention.query.kernel": "dLHd",
-    "decoder.layers.self_attention.key.kernel": "dLHd",
-    "decoder.layers.self_attention.value.kernel": "dLHd",
-    "decoder.layers.self_attention.out.kernel": "sLsD",
-    "decoder.layers.self_attention.query_norm.scale": "SL",
-    "decoder.layers.self_attention.key_norm.scale": "SL",
-    "decoder.layers.moe_block.gate.kernel": "dLE",
-    "decoder.layers.moe_block.wi_0": "ELdF",
-    "decoder.layers.moe_block.wi_1": "ELdF",
-    "decoder.layers.moe_block.wo": "ELsD",
-}
-
-
-@pytest.fixture(scope="module", params=HIDDEN_SIZES)
-def rows(request, tmp_path_factory):
-    hidden = HIDDEN_SIZES[request.param]
-    shapes = {"model.embed_tokens.weight": (16, hidden), "lm_head.weight": (16, hidden), "model.norm.weight": (hidden,)}
-    for h in (f"model.layers.{number}." for number in range(8)):
-        shapes |= {f"{h}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        shapes |= {f"{h}self_attn.{name}_proj.weight": (64, hidden) for name in "qkv"}
-        shapes |= {f"{h}self_attn.{name}_norm.weight": (8,) for name in "qk"}
-        shapes |= {f"{h}self_attn.o_proj.weight": (hidden, 64), f"{h}mlp.gate.weight": (8, hidden)}
-        for expert in (f"{h}mlp.experts.{number}." for number in range(8)):
-            shapes |= {f"{expert}{name}_proj.weight": (8, hidden) for name in ("gate", "up")}
-            shapes[f"{expert}down_proj.weight"] = (hidden, 8)
-    directory = tmp_path_factory.mktemp("rows") / "model"
-    made = Positions(directory, QWEN3_MOE | {"hidden_size": hidden}, shapes)
-    yield request.param, made
-    shutil.rmtree(directory)
-
-
-def leaves_of_rows(rows, line):
-    """Name, letter, shape and shape of the shards over eight devices of each dimension of each leaf."""
-    _, made = rows
-    leaves = ost.open_checkpoint(made.directory, family="maxtext").leaves
-    assert set(leaves) == {f"params.{name}" for name in ROWS}
-    for name, letters in ROWS.items():
-        shape = leaves[f"params.{name}"].shape
-        for dimension, letter in enumerate(letters):
-            sharding = laid_out(shape, line, on_one_axis(dimension))
-            assert not sharding.is_fully_replicated
-            yield f"params.{name}", letter, jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-
-
-def test_shards_of_whole_rows_cost_what_they_hold(rows, line):
-    for name, letter, leaf in leaves_of_rows(rows, line):
-        plan = rows[1].plan("scanned", {name: leaf})
-        held = 4 * int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
-        assert {cost.needed_bytes for cost in plan.processes} == {held}
-        if letter.isupper():
-            assert {cost.read_bytes for cost in plan.processes} == {held}, (name, letter)
-            assert plan.over_reads == ()
-
-
-def test_a_part_of_every_row_costs_the_rows_where_they_are_short(rows, line):
-    kind, made = rows
-    for name, letter, leaf in leaves_of_rows(rows, line):
-        if letter.isupper():
-            continue
-        plan = made.plan("scanned", {name: leaf})
-        if letter == "d" and kind == "long rows":
-            assert all(cost.read_bytes == cost.needed_bytes for cost in plan.processes), name
-            assert plan.over_reads == ()
-        else:
-            (found,) = plan.over_reads
-            assert found.name == name
-            assert found.needed_bytes == sum(cost.needed_bytes for cost in plan.processes)
-            assert found.read_bytes == sum(cost.read_bytes for cost in plan.processes)
-            # What lies between the first run and the last is read. Of an inner dimension of heads, that is one head.
-            assert 7 < found.over_read <= 8, name
-
-
-def test_a_whole_tree_names_the_leaves_to_shard_otherwise(rows, line):
-    kind, made = rows
-    expected, item = set(), {}
-    for name, letter, leaf in leaves_of_rows(rows, line):
-        if (
-            name not in item or letter.islower()
-        ):  # the last dimension of which a shard is a part of every row, or the first
-            item[name] = leaf
-            expected -= {name}
-            if letter == "s" or (letter == "d" and kind == "short rows"):
-                expected |= {name}
-    plan = made.plan("scanned", item)
-    assert {over.name for over in plan.over_reads} == expected
-    wasted = [over.read_bytes - over.needed_bytes for over in plan.over_reads]
-    assert wasted == sorted(wasted, reverse=True)
-
-
-def test_layers_and_experts_over_two_axes_cost_what_they_hold(rows, mesh):
-    _, made = rows
-    leaves = ost.open_checkpoint(made.directory, family="maxtext").leaves
-    tree = {
-        name: jax.ShapeDtypeStruct(view.shape, view.dtype) for name, view in leaves.items() if ".moe_block.w" in name
-    }
-    assert len(tree) == 3
-    for axes in (("x", "y"), ("y", "x"), (None, ("x", "y")), ("x", None, None, "y")):
-        item = target(tree, mesh, axes)
-        for cost in made.plan("scanned", item).processes:
-            held = sum(4 * leaf.size // 8 for leaf in item.values())
-            assert cost.read_bytes == cost.needed_bytes == held, axes
-
-
-@pytest.mark.parametrize("rows", ["short rows"], indirect=True)
-def test_what_is_read_over_is_not_restored(rows, line):
-    _, made = rows
-    tree = made.restored("scanned")
-    with checkpointer() as ckptr:
-        for dimension in DIMENSIONS:
-            item = target(tree, line, on_one_axis(dimension))
-            args = ost.SafetensorsRestore(item=item)
-            restored, cost = measured(lambda args=args: ckptr.restore(made.directory, args=args))
-            assert_restored(restored, item, tree, f"dimension {dimension}")
-            (planned,) = ost.plan_restore(made.directory, item, family="maxtext").processes
-            assert (cost["bytes_read"], cost["num_reads"]) == ([planned.read_bytes], [planned.num_requests])

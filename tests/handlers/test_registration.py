@@ -256,8 +256,11 @@ def test_a_directory_of_hugging_face(tmp_path, tree, mesh):
 # --- everything else stays as it was ---
 
 
-@pytest.mark.parametrize("options", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["ocdbt", "zarr3", "zarr"])
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(
+    ("options", "saves"),
+    [({}, True), ({"use_zarr3": True}, False), ({"use_ocdbt": False}, False)],
+    ids=["ocdbt", "zarr3", "zarr"],
+)
 def test_orbaxs_own_checkpoints_are_read_as_before(tmp_path, tree, mesh, options, saves):
     save(tmp_path / "plain", tree, **options)
     args = sharded_args(tree, mesh, 0)

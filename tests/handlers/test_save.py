@@ -34,8 +34,6 @@ from tests.support import hang
 from tests.support.files import DTYPES, nothing_left, random_bits, stored_arrays
 from tests.support.strategies import examples
 
-pytestmark = pytest.mark.usefixtures("any_devices")
-
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))
 B = random_bits(RNG, (8,), np.dtype(ml_dtypes.bfloat16))
@@ -121,8 +119,9 @@ def delete(path):
         path.unlink()
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("max_file_bytes", [100, 10**9], ids=["indexed", "one file"])
+@pytest.mark.parametrize(
+    ("background", "max_file_bytes"), [(False, 100), (True, 10**9)], ids=["sync, indexed", "async, one file"]
+)
 def test_a_handler_alone_saves_over_nothing(tmp_path, tree, background, max_file_bytes):
     """The index of the first save would win, and a kill would leave files of both."""
     handler, directory = ost.SafetensorsHandler(), epath.Path(tmp_path)
@@ -147,12 +146,12 @@ def test_a_handler_alone_saves_over_nothing(tmp_path, tree, background, max_file
     assert_saved(tmp_path, {"other": B})
 
 
-@pytest.mark.parametrize("index", [None, False])
 @pytest.mark.parametrize("left", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", *LEFT_OF_INDEX])
-def test_what_a_killed_save_of_a_handler_alone_has_left(tmp_path, tree, left, index):
+def test_what_a_killed_save_of_a_handler_alone_has_left(tmp_path, tree, left):
     (tmp_path / left).write_bytes(b"")
-    with pytest.raises(ost.StorageError, match=f"holds {left}.*; delete these files, or save elsewhere"):
-        ost.SafetensorsHandler().save(epath.Path(tmp_path), ost.SafetensorsSave(tree, index=index))
+    for index in (None, False):
+        with pytest.raises(ost.StorageError, match=f"holds {left}.*; delete these files, or save elsewhere"):
+            ost.SafetensorsHandler().save(epath.Path(tmp_path), ost.SafetensorsSave(tree, index=index))
     assert [path.name for path in tmp_path.iterdir()] == [left]
 
 
@@ -200,6 +199,7 @@ def held_back():
             go.set()
 
 
+@pytest.mark.usefixtures("any_devices")
 def test_what_happens_to_leaves_does_not_change_a_save_in_the_background(tmp_path, tree):
     """It returns before any byte is written."""
     with ocp.AsyncCheckpointer(ost.SafetensorsHandler()) as checkpointer, held_back() as go:
@@ -302,6 +302,7 @@ def fitting(mesh, shape, order):
     return NamedSharding(mesh, P(*spec))
 
 
+@pytest.mark.usefixtures("any_devices")
 @examples(60)
 @given(
     trees, st.integers(1, 400), st.permutations("xy"), st.permutations("xy"), st.permutations(range(8)), st.booleans()
@@ -326,6 +327,7 @@ def test_there_and_back_bit_for_bit(tree, max_file_bytes, saved_as, restored_as,
             assert_same_bits(found, expected)
 
 
+@pytest.mark.usefixtures("any_devices")
 def test_bits_that_arithmetic_does_not_keep(tmp_path, checkpointer, mesh):
     """NaNs with payloads and signs, negative zero, subnormals, infinities."""
     bits = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000], np.uint32)
