@@ -37,24 +37,32 @@ def checkpointer(**options):
     return ocp.Checkpointer(ost.SafetensorsHandler(family=FAMILY, options=ost.SafetensorsOptions(**options)))
 
 
-@pytest.fixture(params=GRIDS)
+@pytest.fixture
 def model(request, tmp_path, rng):
-    shape, expand = GRIDS[request.param]
+    """With scales for blocks, unless a test is for all grids."""
+    grid = getattr(request, "param", "blocks")
+    shape, expand = GRIDS[grid]
     stored, plain = quantized(rng, shape, expand)
     # Scales in other files than their codes.
     write_indexed(tmp_path, [{n: a for n, a in stored.items() if n.endswith(end)} for end in ("weight", "inv")])
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config_of(request.param)}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config_of(grid)}))
     return tmp_path, in_tree({name: array.astype(BF16) for name, array in plain.items()}), in_tree(plain)
 
 
+EVERY_GRID = pytest.mark.parametrize("model", GRIDS, indirect=True)
+
+
 class TestFp8:
+    @EVERY_GRID
     def test_whole(self, model):
         directory, wanted, _ = model
         restored = checkpointer().restore(directory)
         jax.tree.map(same, restored, wanted)
 
-    @pytest.mark.parametrize("axis", range(4))
-    @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+    @EVERY_GRID
+    @pytest.mark.parametrize(
+        ("axis", "dtype"), [(0, BF16), (1, np.dtype(np.float32)), (2, BF16), (3, np.dtype(np.float32))]
+    )
     @pytest.mark.both_devices
     def test_shards(self, model, axis, dtype):
         directory, bf16, exact = model
@@ -69,6 +77,7 @@ class TestFp8:
         args = ost.SafetensorsRestore(item=item, partial_restore=True)
         jax.tree.map(same, checkpointer(max_gap_bytes=64).restore(directory, args=args), wanted)
 
+    @EVERY_GRID
     def test_the_plan_is_what_is_read(self, model, monkeypatch):
         directory, wanted, _ = model
         read = {}
@@ -97,6 +106,7 @@ class TestFp8:
         (directory / "config.json").write_text(json.dumps({"text_config": {key: config}}))
         same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
 
+    @EVERY_GRID
     def test_codes_are_not_taken_for_weights(self, model):
         """A part of a checkpoint whose config does not say that it is quantised, of which nothing is left over."""
         directory, wanted, _ = model
@@ -112,6 +122,7 @@ class TestFp8:
         with pytest.raises(ost.MappingError, match=r"'0\.experts\.0\.weight_scale_inv'.* has no block size"):
             checkpointer().restore(directory, args=args)
 
+    @EVERY_GRID
     def test_metadata_is_of_what_is_decoded(self, model):
         directory, wanted, _ = model
         metadata = checkpointer().metadata(directory).item_metadata.tree
@@ -125,18 +136,16 @@ class TestFp8:
         (directory / "config.json").write_text(json.dumps(config))
         same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
 
-    @pytest.mark.parametrize(
-        "dtype", ["int8", "bool", "float8_e4m3fn", "complex64", "longdouble", "float7", "O", "", 16, ["bfloat16"], {}]
-    )
-    def test_a_dtype_that_values_cannot_have(self, model, dtype):
+    def test_a_dtype_that_values_cannot_have(self, model):
         directory, _, _ = model
-        config = json.loads((directory / "config.json").read_text()) | {"dtype": dtype}
-        (directory / "config.json").write_text(json.dumps(config))
-        if not dtype:  # as if there were none
+        config = json.loads((directory / "config.json").read_text())
+        for dtype in ("int8", "bool", "float8_e4m3fn", "complex64", "longdouble", "float7", "O", 16, ["bfloat16"]):
+            (directory / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+            with pytest.raises(ost.MappingError, match=r"config\.json: expected dtype bfloat16, .*, found "):
+                checkpointer().restore(directory)
+        for dtype in ("", {}):  # as if there were none
+            (directory / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
             assert checkpointer().restore(directory)["layers"]["up"].dtype == BF16
-            return
-        with pytest.raises(ost.MappingError, match=r"config\.json: expected dtype bfloat16, .*, found "):
-            checkpointer().restore(directory)
 
     @pytest.mark.parametrize("text", [{}, {"text_config": "float32"}], ids=["all", "text"])
     def test_a_dtype_for_each_part_of_the_model(self, model, text):
@@ -226,8 +235,11 @@ class TestMxfp4:
 
         return tmp_path, Family("toy.mx", (), tree), {"gate": both[..., ::2], "up": both[..., 1::2]}
 
-    @pytest.mark.parametrize("spec", [("x",), (None, "x"), (None, None, "x"), ("y", None, "x")], ids=str)
-    @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+    @pytest.mark.parametrize(
+        ("spec", "dtype"),
+        [(("x",), BF16), ((None, "x"), np.dtype(np.float32)), (("y", None, "x"), BF16)],
+        ids=str,
+    )
     @pytest.mark.both_devices
     def test_shards(self, model, spec, dtype):
         directory, family, wanted = model
@@ -252,8 +264,11 @@ class TestMxfp4:
         assert json.loads((tmp_path / "saved" / "config.json").read_text()) == {}
 
 
-@pytest.mark.parametrize("dtype", [None, "int8", {"": "bfloat16"}, [7]], ids=str)
-@pytest.mark.parametrize("method", [{"quant_method": "hqq"}, {}, "none"], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [(None, {"quant_method": "hqq"}), ("int8", {}), ({"": "bfloat16"}, "none"), ([7], {})],
+    ids=str,
+)
 def test_plain_tensors_do_not_need_a_config(tmp_path, rng, caplog, dtype, method):
     """Also those without elements."""
     tensors = {"a.weight": random_bits(rng, (3, 4), BF16), "ids": np.arange(5), "registers": np.zeros((1, 0, 32), BF16)}

@@ -474,8 +474,9 @@ class TestErrors:
         with pytest.raises(ost.MappingError, match=r"is for a family, and there is none"):
             checkpointer(variant={"scan_layers": True}).save(tmp_path / "saved", tensors)
 
-    @pytest.mark.parametrize("family", [None, TOY])
-    @pytest.mark.parametrize("variant", [["scan_layers"], "scan_layers", 3, {3: True}])
+    @pytest.mark.parametrize(
+        ("family", "variant"), [(None, ["scan_layers"]), (TOY, "scan_layers"), (None, 3), (TOY, {3: True})]
+    )
     def test_a_variant_that_is_not_a_dict(self, model, tensors, tmp_path, family, variant):
         with pytest.raises(ost.MappingError, match="variant: expected a dict, as .*, found"):
             ost.load(model, family=family, variant=variant)

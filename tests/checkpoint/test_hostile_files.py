@@ -297,25 +297,22 @@ QUANTITIES = ["num_hidden_layers", "num_local_experts", "n_routed_experts", "num
 
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES if family.architectures])
-@pytest.mark.parametrize(
-    "key", [*QUANTITIES, "num_attention_heads", "vocab_size", "hidden_size", "first_k_dense_replace"]
-)
-def test_a_config_of_a_huge_model_is_refused_soon(model, family, key, monkeypatch):
-    monkeypatch.setattr("orbax_safetensors.mapping.family._MOST_TENSORS", 5000)
-    (model / "config.json").write_text(json.dumps(sizes(**{key: MANY})))
-    with pytest.raises(ost.MappingError) as caught:
-        ost.open_checkpoint(model, family=family)
-    message = str(caught.value)
-    assert len(message) < LONGEST
-    if "more than" in message:
-        assert family in message
+def test_a_config_of_a_huge_model_is_refused_soon(model, family, monkeypatch):
+    monkeypatch.setattr("orbax_safetensors.mapping.family._MOST_TENSORS", 1000)
+    for key in [*QUANTITIES, "num_attention_heads", "vocab_size", "hidden_size", "first_k_dense_replace"]:
+        (model / "config.json").write_text(json.dumps(sizes(**{key: MANY})))
+        with pytest.raises(ost.MappingError) as caught:
+            ost.open_checkpoint(model, family=family)
+        message = str(caught.value)
+        assert len(message) < LONGEST
+        if "more than" in message:
+            assert family in message
 
 
 def bound(name, shape):
     return View.tensor(name, shape, np.dtype("f4"))
 
 
-@pytest.mark.parametrize("value", [1e999, -1e999, float("nan"), 1e-300, 64.0, -1, 2**62, "64", [64], True], ids=str)
 @pytest.mark.parametrize(
     ("name", "path"),
     [
@@ -332,14 +329,16 @@ def bound(name, shape):
     ],
     ids=str,
 )
-def test_sizes_of_a_config_are_integers_in_bounds(name, path, value):
+def test_sizes_of_a_config_are_integers_in_bounds(name, path):
     sample = Sample(name)
-    part = config = json.loads(json.dumps(sample.config))
+    part = sample.config
     for key in path[:-1]:
         part = part[key]
-    part[path[-1]] = value
-    with pytest.raises(ost.MappingError, match=rf"config.json has {path[-1]} = .*; expected an integer from 0 to \d+$"):
-        sample.family.describe(config, {}, bound)
+    for value in (1e999, -1e999, float("nan"), 1e-300, 64.0, -1, 2**62, "64", [64], True):
+        part[path[-1]] = value
+        message = rf"config.json has {path[-1]} = .*; expected an integer from 0 to \d+$"
+        with pytest.raises(ost.MappingError, match=message):
+            sample.family.describe(sample.config, {}, bound)
 
 
 def test_a_vocabulary_is_not_padded_without_bound():
@@ -350,16 +349,16 @@ def test_a_vocabulary_is_not_padded_without_bound():
         sample.family.describe(sample.config, {"vocab_size": 10**6}, bound)
 
 
-@pytest.mark.parametrize("size", [1e999, float("nan"), 2.0, -1, 2**40, "2"], ids=str)
-def test_sizes_that_a_family_of_a_user_computes(size):
+def test_sizes_that_a_family_of_a_user_computes():
     def described(tree):
         Family("toy.sizes", (), tree).describe({}, {}, bound)
 
-    with pytest.raises(ost.MappingError, match=r"'t' of shape .*: expected integers below 2\*\*40"):
-        described(lambda config: {"t": tensor("t", (2, size))})
-    if not isinstance(size, int):
-        with pytest.raises(ost.MappingError, match="toy.sizes: reshape: expected integers as sizes"):
-            described(lambda config: {"t": tensor("t", (4,)).reshape((2, size))})
+    for size in (1e999, float("nan"), 2.0, -1, 2**40, "2"):
+        with pytest.raises(ost.MappingError, match=r"'t' of shape .*: expected integers below 2\*\*40"):
+            described(lambda config, size=size: {"t": tensor("t", (2, size))})
+        if not isinstance(size, int):
+            with pytest.raises(ost.MappingError, match="toy.sizes: reshape: expected integers as sizes"):
+                described(lambda config, size=size: {"t": tensor("t", (4,)).reshape((2, size))})
 
 
 def many(config):
@@ -398,15 +397,11 @@ def test_a_tree_may_be_made_of_a_multiple_of_many_stored_tensors(monkeypatch):
 # Orbax's own files.
 
 
-@pytest.mark.parametrize(
-    "content",
-    [f'{{"tree_metadata":{times("[]")}}}', '{"tree_metadata":' + "[" * SIZE, times("{}"), f'"{LONG}"'],
-    ids=["lists", "deep", "objects", "text"],
-)
 @pytest.mark.parametrize("file", ["_METADATA", "_sharding", "_CHECKPOINT_METADATA"])
-def test_metadata_of_orbax(file, content, tmp_path, within):
+def test_metadata_of_orbax(file, tmp_path, within):
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "step", {"a": np.ones(3)})
-    (tmp_path / "step" / file).write_text(content)
-    with pytest.raises(ost.SafetensorsError) as caught:
-        within(len(content), lambda: ost.convert(tmp_path / "step", tmp_path / "out", to="safetensors"))
-    assert len(str(caught.value)) < LONGEST
+    for content in (f'{{"tree_metadata":{times("[]")}}}', '{"tree_metadata":' + "[" * SIZE, times("{}"), f'"{LONG}"'):
+        (tmp_path / "step" / file).write_text(content)
+        with pytest.raises(ost.SafetensorsError) as caught:
+            within(len(content), lambda: ost.convert(tmp_path / "step", tmp_path / "out", to="safetensors"))
+        assert len(str(caught.value)) < LONGEST

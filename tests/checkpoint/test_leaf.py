@@ -82,10 +82,9 @@ def test_leaves_of_every_kind(leaf, dtype):
     np.testing.assert_array_equal(np.asarray(source.value), np.asarray(leaf))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_of_the_format(dtype):
-    (source,) = leaves_of([np.zeros(2, DTYPES[dtype])], None)
-    assert source.dtype == DTYPES[dtype]
+def test_every_dtype_of_the_format():
+    sources = leaves_of([np.zeros(2, dtype) for dtype in DTYPES.values()], None)
+    assert [source.dtype for source in sources] == list(DTYPES.values())
 
 
 def test_save_args_say_a_dtype():

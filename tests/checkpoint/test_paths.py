@@ -171,11 +171,11 @@ def linked(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("load", list(LOADS))
-def test_every_job_reads_behind_links_what_the_kernel_reads(load, linked):
+def test_every_job_reads_behind_links_what_the_kernel_reads(linked):
     ost.save(linked / "here" / "m", {"wrong": np.ones(3)}, index=False)
     ost.save(linked / "other" / "m", {"right": np.ones(3)}, index=False)
-    assert list(LOADS[load]("link/../m")) == ["right"]
+    for job, load in LOADS.items():
+        assert list(load("link/../m")) == ["right"], job
 
 
 def test_orbax_checkpoints_are_found_behind_links(linked):

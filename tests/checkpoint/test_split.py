@@ -86,22 +86,21 @@ def test_variables_of_flax_that_have_both(model):
     np.testing.assert_array_equal(spread(found), scales)
 
 
-@pytest.mark.parametrize("axis", range(4))
 @pytest.mark.both_devices
-def test_sharded_alike(model, axis, mesh):
+def test_sharded_alike(model, mesh):
     """Codes and scales over the same devices, wherever the sizes of both divide by the mesh."""
     directory, codes, scales = model
+    for axis in range(4):
 
-    def sharding(name, shape):
-        names = [None] * len(shape)
-        for at in range(axis, len(shape)):
-            names[at] = next((each for each in ("y", "x") if shape[at] % mesh.shape[each] == 0), None)
-            break
-        return NamedSharding(mesh, P(*names))
+        def sharding(name, shape, axis=axis):
+            names = [None] * len(shape)
+            if axis < len(shape):
+                names[axis] = next((each for each in ("y", "x") if shape[axis] % mesh.shape[each] == 0), None)
+            return NamedSharding(mesh, P(*names))
 
-    up = ost.load(directory, sharding, family=FAMILY, options=SPLIT)["layers"]["up"]
-    assert np.asarray(up["qvalue"]).tobytes() == codes.tobytes()
-    np.testing.assert_array_equal(spread(up), scales)
+        up = ost.load(directory, sharding, family=FAMILY, options=SPLIT)["layers"]["up"]
+        assert np.asarray(up["qvalue"]).tobytes() == codes.tobytes()
+        np.testing.assert_array_equal(spread(up), scales)
 
 
 def test_the_plan_and_the_metadata_know_both(model, scalars):
@@ -129,8 +128,7 @@ def quantize(array, block, rng):
     return random_bits(rng, array.shape, F8), rng.uniform(0.5, 2, (rows, columns)).astype(np.float32)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("block", [(8, 16), (16, 16)], ids=str)
+@pytest.mark.parametrize(("block", "scan_layers"), [((8, 16), True), ((16, 16), False)], ids=str)
 def test_deepseek_in_maxtext_s_tree(tmp_path, scan_layers, block):
     """Heads of 24 rows cut blocks of 16, and two heads of 32 columns lie in none: their scales stand more than once."""
     rng = np.random.default_rng(3)
@@ -227,8 +225,10 @@ def nvfp4_of_modelopt(rng):
     return stored, E2M1[codes], scale.astype(np.float32) * factor, np.dtype(ml_dtypes.float4_e2m1fn)
 
 
-@pytest.mark.parametrize("spec", [P(), P("y"), P(None, "y"), P(None, ("x", "y"))], ids=str)
-@pytest.mark.parametrize("packed", [int4, mxfp4, nvfp4, nvfp4_of_modelopt])
+@pytest.mark.parametrize(
+    ("packed", "spec"),
+    [(int4, P("y")), (mxfp4, P(None, "y")), (nvfp4, P(None, ("x", "y"))), (nvfp4_of_modelopt, P())],
+)
 @pytest.mark.both_devices
 def test_codes_of_less_than_a_byte(tmp_path, packed, spec, mesh):
     """As they are stored, and through a family that transposes them and splits the inputs into heads."""
@@ -312,8 +312,10 @@ ASYMMETRIC = {
 }
 
 
-@pytest.mark.parametrize("axis", [None, 0, 1])
-@pytest.mark.parametrize("name", ASYMMETRIC)
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("compressed-tensors", 0), ("GPTQ", None), ("GPTQ with an index", 1), ("AWQ", 0), ("AWQ", 1)],
+)
 def test_zero_points(tmp_path, name, axis, mesh):
     """They come beside the scales, as unsigned integers of the codes' dtype, also in a transposed leaf."""
     config, stored, codes, scale, zeros = ASYMMETRIC[name](np.random.default_rng(4))

@@ -1,5 +1,6 @@
 """Headers, against the verdicts, the facts and the bytes of the reference, on crafted files and on random ones."""
 
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -140,22 +141,22 @@ def test_same_verdict_on_almost_valid_files(content: bytes) -> None:
         assert_same_facts(header, content)
 
 
-@pytest.mark.parametrize("comma", [",", " ,", ", ", "\n,\t"], ids=ascii)
-@pytest.mark.parametrize("name", ["b", "\u00e9", "a\U0010ffff b", "\\\\u0062"], ids=ascii)
 @pytest.mark.parametrize(
     "shape", ["[]", "[1]", "[1,1]", "[1, 1]", "[ 1]", "[1 ,1]", "[01]", "[1,]", "[,1]", "[1 1]", "[1,,1]", "[,]", "[ ]"]
 )
-def test_same_verdict_on_a_spelling_between_usual_ones(comma: str, name: str, shape: str) -> None:
+def test_same_verdict_on_a_spelling_between_usual_ones(shape: str) -> None:
     entry = '"{}":{{"dtype":"U8","shape":{},"data_offsets":[{},{}]}}'
-    places = [("x", "[1]"), ("y", "[1]"), (name, shape), ("z", "[1]")]
-    entries = [entry.format(name, shape, at, at + 1) for at, (name, shape) in enumerate(places)]
-    content = file_of("{" + comma.join(entries) + "}", b"abcd")
-    try:
-        header = parse(content)
-    except HeaderError:
-        assert not reference_accepts(content)
-    else:
-        assert_same_facts(header, content)
+    names = ["b", "\u00e9", "a\U0010ffff b", "\\\\u0062"]
+    for comma, other in itertools.product([",", " ,", ", ", "\n,\t"], names):
+        places = [("x", "[1]"), ("y", "[1]"), (other, shape), ("z", "[1]")]
+        entries = [entry.format(name, size, at, at + 1) for at, (name, size) in enumerate(places)]
+        content = file_of("{" + comma.join(entries) + "}", b"abcd")
+        try:
+            header = parse(content)
+        except HeaderError:
+            assert not reference_accepts(content)
+        else:
+            assert_same_facts(header, content)
 
 
 def test_metadata_is_what_the_reference_reads(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def stub(monkeypatch):
     reference_verdict._is_known.cache_clear()
 
 
-@pytest.mark.parametrize("crafted", ACCEPTED.values(), ids=ACCEPTED)
-def test_what_the_reference_accepts(crafted):
-    check(crafted.content)
+def test_what_the_reference_accepts():
+    for crafted in ACCEPTED.values():
+        check(crafted.content)
 
 
 def test_data_is_not_needed():
