@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import COMMANDS
 from tests.support.roots import ROOT
@@ -25,17 +23,23 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if re.match("https?:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        assert file.is_file(), target
-        assert file.is_relative_to(ROOT), target
-        if anchor and not anchor.startswith("orbax_safetensors."):  # of the site's reference
-            assert anchor in anchors(file), target
+def leads_somewhere(page, target):
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    if not file.is_file() or not file.is_relative_to(ROOT):
+        return False
+    return not anchor or anchor.startswith("orbax_safetensors.") or anchor in anchors(file)  # of the site's reference
+
+
+def test_links():
+    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)\s]+)\)", prose(page))]
+    assert len(links) > 100
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page, target in links
+        if not re.match("https?:", target) and not leads_somewhere(page, target)
+    ]
+    assert broken == []
 
 
 def test_the_reference_is_complete():
@@ -45,7 +49,6 @@ def test_the_reference_is_complete():
     assert [name for name in ost.mapping.__all__ if not re.search(rf"\b{name}\b", of_mapping)] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_section_for_each_command(command):
-    sections = re.findall(r"^## (.*)$", (DOCS / "commands.md").read_text(), re.MULTILINE)
-    assert any(f"`{command}`" in section for section in sections)
+def test_a_section_for_each_command():
+    sections = " ".join(re.findall(r"^## (.*)$", (DOCS / "commands.md").read_text(), re.MULTILINE))
+    assert [command for command in COMMANDS if f"`{command}`" not in sections] == []

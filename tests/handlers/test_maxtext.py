@@ -9,7 +9,6 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.multiprocess.workers_families import (
-    SAMPLES,
     made_by_maxtext,
     stored_directory,
     target,
@@ -133,7 +132,7 @@ def test_a_registered_convention_needs_no_argument():
     ost.register(*FAMILIES)
     try:
         with ocp.Checkpointer(ost.SafetensorsHandler()) as ckptr:
-            for sample in SAMPLES:
+            for sample in ("gemma3", "llama3.1", "qwen3"):
                 assert_same_bits(ckptr.restore(stored_directory(sample)), made_by_maxtext(sample, "scanned"), sample)
     finally:
         ost.unregister()
