@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from tests.support.files import DTYPES, random_bits, write
-from tests.support.small_model import RNG, STEP, TENSORS, B, W, assert_same_bits, names_of, struct
+from tests.support.small_model import RNG, STEP, TENSORS, B, W, assert_same_bits, struct
 
 
 def test_nothing_given_is_everything_as_numpy(directory, checkpointer):
@@ -155,38 +155,12 @@ def test_trees_of_every_kind(tmp_path, checkpointer, tree, names):
     jax.tree.map(lambda which, array: assert_same_bits(array, arrays[which]), tree, restored)
 
 
-class Model(flax.nnx.Module):
-    def __init__(self, rngs):
-        self.linear = flax.nnx.Linear(16, 8, rngs=rngs)
-
-
-def test_the_state_of_an_nnx_model(tmp_path, checkpointer, mesh):
-    _, state = flax.nnx.split(Model(flax.nnx.Rngs(0)))
-    values = {name: random_bits(RNG, leaf.shape, leaf.dtype) for name, leaf in names_of(state).items()}
-    write(tmp_path / "x.safetensors", values)
-    abstract = jax.tree.map(lambda x: struct(x, NamedSharding(mesh, P())), state)
-    restored = checkpointer.restore(tmp_path, args=ost.SafetensorsRestore(item=abstract))
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    for name, leaf in names_of(restored).items():
-        assert_same_bits(leaf, values[name])
-    model = flax.nnx.merge(flax.nnx.graphdef(Model(flax.nnx.Rngs(0))), restored)
-    assert_same_bits(
-        model.linear.kernel[...], values["linear.kernel.value" if "linear.kernel.value" in values else "linear.kernel"]
-    )
-
-
 def train_state(directory):
     return flax.training.train_state.TrainState.create(
         apply_fn=lambda x: x,
         params={"layer": {"w": jnp.zeros(W.shape), "b": jnp.zeros(B.shape, B.dtype)}},
         tx=optax.adam(1e-3),
     )
-
-
-def test_the_parameters_of_a_train_state(directory, checkpointer, mesh):
-    state = train_state(directory)
-    params = checkpointer.restore(directory, args=ost.SafetensorsRestore(item=state.params, partial_restore=True))
-    assert_same_bits(params["layer"]["w"], W)
 
 
 def test_a_train_state_with_placeholders(tmp_path, checkpointer, mesh):

@@ -30,6 +30,12 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.fixture
+def place(s3):
+    """One store for all that a checkpointer does, as `tests/storage` has what stores do differently."""
+    return s3
+
+
+@pytest.fixture
 def checkpointer(place):
     with checkpointer_of(place) as checkpointer:
         yield checkpointer

@@ -63,25 +63,17 @@ def test_the_tree_that_maxtexts_converter_made(sample, mode, line):
         assert_restored(stock(stored_directory(sample), item, transforms={}), item, expected, f"{axes}")
 
 
-@pytest.mark.parametrize("above", [0, 1, 2])
-def test_a_leading_params_more_or_less(above, line):
-    """MaxText's loaders have the tree below `params`, once or twice, or alone."""
+@pytest.mark.parametrize("of_nnx", [False, True])
+def test_a_leading_params_more_or_less(of_nnx, line):
+    """MaxText's loaders have the tree below `params`, once or twice, or alone; paths of NNX's states have `value`."""
     ost.register("maxtext")
-    inner = made_by_maxtext("qwen3", "scanned")["params"]
-    for _ in range(above):
-        inner = {"params": inner}
-    item = target(inner, line, ("d",))
-    assert_restored(stock(stored_directory("qwen3"), item), item, inner, f"{above}")
-
-
-@pytest.mark.parametrize("above", [0, 1, 2])
-def test_the_paths_of_an_nnx_state(above, line):
-    ost.register("maxtext")
-    expected = jax.tree.map(lambda leaf: {"value": leaf}, made_by_maxtext("qwen3", "unscanned")["params"])
-    for _ in range(above):
+    expected = made_by_maxtext("qwen3", "unscanned")["params"]
+    if of_nnx:
+        expected = jax.tree.map(lambda leaf: {"value": leaf}, expected)
+    for above in range(3):
+        item = target(expected, line, ("d",))
+        assert_restored(stock(stored_directory("qwen3"), item), item, expected, f"{above}")
         expected = {"params": expected}
-    item = target(expected, line, ("d",))
-    assert_restored(stock(stored_directory("qwen3"), item), item, expected, f"{above}")
 
 
 # --- ways to ask for them ---

@@ -11,13 +11,6 @@ from tests.support.files import write, write_indexed
 from tests.support.small_model import TENSORS, W, assert_same_bits, struct
 
 
-def test_async_checkpointer(directory, mesh):
-    item = {"layer": {"w": struct(W, NamedSharding(mesh, P("x")))}}
-    with ocp.AsyncCheckpointer(ost.SafetensorsHandler()) as checkpointer:
-        args = ost.SafetensorsRestore(item=item, partial_restore=True)
-        assert_same_bits(checkpointer.restore(directory, args=args)["layer"]["w"], W)
-
-
 @pytest.fixture
 def steps(tmp_path):
     """A directory of steps as a checkpoint manager makes it, with files that it did not write."""
@@ -55,13 +48,6 @@ def test_checkpoint_manager(steps, mesh, how):
         assert {name: (leaf.shape, leaf.dtype) for name, leaf in found.tree.items()} == {
             name: (array.shape, array.dtype) for name, array in TENSORS.items()
         }
-
-
-def test_composite_handler(steps):
-    handler = ocp.CompositeCheckpointHandler(**item_handlers())
-    with ocp.Checkpointer(handler) as checkpointer:
-        restored = checkpointer.restore(steps / "3", args=ocp.args.Composite(params=ost.SafetensorsRestore()))
-    assert_same_bits(restored["params"]["layer.w"], W)
 
 
 def test_metadata_is_orbaxs(directory, checkpointer):

@@ -310,8 +310,8 @@ DEEPSEEK4 = Case(
     },
     left_out=r"model\.layers\.\d+\.mlp\.gate\.(tid2eid|e_score_correction_bias)",
 )
-# Each attention, experts, towers, both ends of a vocabulary. `mapping/test_transformers_models.py` has all families in
-# the fast tier, there and back without files.
+# Each attention, experts, towers, both ends of a vocabulary. `mapping/test_families.py` has all families in the fast
+# tier, there and back without files.
 FAST = {"deepseek3.2", "gemma4 with experts and images, exact factors", "gpt_oss", "llama, tied", "qwen3", "qwen3_next"}
 # Queries, norms and embeddings that were rounded, and logits that are the same though norms were.
 FAST_ROUNDED = {"gemma2", "gemma2, exact factors", "llama"}

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, from_table, stored_shapes, tensor
-from tests.support.evaluate import binder, evaluate, given_back
+from tests.support.evaluate import binder
 from tests.support.files import random_bits, write
 from tests.support.loaders import by_the_table, nested_leaves
 from tests.support.quantized_layers import FP8, GRIDS, in_tree, quantized, same
@@ -426,17 +426,6 @@ def test_unused_is_a_list_of_patterns():
         from_table({}, unused="a")
 
 
-@pytest.mark.parametrize("stack", [{}, STACK], ids=["as they are", "stacked"])
-def test_the_views_run_backwards(model, stack):
-    """A table moves bits, so a save gives back each of them."""
-    _, stored = model
-    tree = from_table(TUNIX, stack=stack).describe({}, {}, binder(stored), SHAPES)
-    leaves = {path: evaluate(view, stored) for path, view in tree.items()}
-    again = given_back(tree, leaves, stored)
-    assert again.keys() == stored.keys()
-    assert all(again[name].tobytes() == array.tobytes() for name, array in stored.items())
-
-
 @pytest.mark.parametrize("dequantize", [True, "split"])
 def test_quantised_tensors(dequantize, tmp_path):
     """Patterns without an end match the names of scales as well, which are no tensors of the model."""
@@ -463,11 +452,3 @@ def test_quantised_tensors(dequantize, tmp_path):
         same(restored["up"]["qvalue"], in_tree(stored)["layers"]["up"])
     else:
         same(restored["up"], expected["up"])
-
-
-def test_a_conversion_to_orbax(model, tmp_path):
-    directory, stored = model
-    ost.convert(directory, tmp_path / "orbax", to="orbax", family=from_table(TUNIX))
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "orbax" / "0" / "items")
-    assert_same(nested_leaves(restored), by_the_table(stored, TUNIX))
