@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, concatenate, full, stack, tensor
 from orbax_safetensors.mapping.registry import IDENTITY
+from tests.support.compare import assert_same_arrays
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.sharded_files import write_pieces
 
@@ -70,14 +71,6 @@ def expected(tensors, vocab_size=VOCABULARY):
     return {"params": {"embedding": embedding, "layers": layers}}
 
 
-def same_tree(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        one = np.asarray(one)
-        assert (one.shape, one.dtype) == (other.shape, other.dtype), path
-        assert one.tobytes() == other.tobytes(), path
-
-
 @pytest.fixture
 def tensors(rng):
     made = {"embed.weight": random_bits(rng, (VOCABULARY, WIDTH), BF16)}
@@ -126,14 +119,14 @@ class TestRestore:
             checkpointer(family=TOY).restore(model)
 
     def test_without_a_target_the_tree_comes_back_as_numpy(self, model, tensors):
-        same_tree(checkpointer(family=TOY).restore(model), expected(tensors))
+        assert_same_arrays(checkpointer(family=TOY).restore(model), expected(tensors))
 
     def test_the_arguments_come_before_the_handlers(self, model, tensors):
         args = ost.SafetensorsRestore(family=TOY, variant={"vocab_size": 64})
-        same_tree(checkpointer(family="maxtext").restore(model, args=args), expected(tensors, 64))
+        assert_same_arrays(checkpointer(family="maxtext").restore(model, args=args), expected(tensors, 64))
 
     def test_a_registered_family_is_found_by_the_architecture(self, model, tensors, registered):
-        same_tree(checkpointer().restore(model), expected(tensors))
+        assert_same_arrays(checkpointer().restore(model), expected(tensors))
         assert "params.layers.gate" in ost.open_checkpoint(model).leaves
 
     def test_a_registered_family_leaves_other_architectures_alone(self, model, tensors, registered):
@@ -161,8 +154,8 @@ class TestRestore:
         np.testing.assert_array_equal(tree_checkpointer.restore(tmp_path / "tree", restore_args=args)["a"], range(4))
 
     def test_the_convention_alone_finds_the_family(self, model, tensors, registered):
-        same_tree(checkpointer(family="toy").restore(model), expected(tensors))
-        same_tree(checkpointer(family="toy.model").restore(model), expected(tensors))
+        assert_same_arrays(checkpointer(family="toy").restore(model), expected(tensors))
+        assert_same_arrays(checkpointer(family="toy.model").restore(model), expected(tensors))
 
     @pytest.mark.parametrize("axis", range(4))
     @pytest.mark.both_devices
@@ -178,7 +171,7 @@ class TestRestore:
         item = jax.tree.map(abstract, wanted)
         restored = checkpointer(family=TOY).restore(model, args=ost.SafetensorsRestore(item=item))
         assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, item)
-        same_tree(restored, wanted)
+        assert_same_arrays(restored, wanted)
 
     @pytest.mark.both_devices
     def test_a_part_of_the_tree(self, model, tensors):
@@ -204,7 +197,7 @@ class TestRestore:
         write(tmp_path / "all.safetensors", tensors)
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         with ost.SafetensorsCheckpointer(family=TOY) as one:
-            same_tree(one.restore(tmp_path / "all.safetensors"), expected(tensors))
+            assert_same_arrays(one.restore(tmp_path / "all.safetensors"), expected(tensors))
 
     def test_other_spellings_of_stored_names(self, model, tensors):
         renamed = Family("toy.renamed", (), toy_tree, renames=((r"^model\.", ""),))
@@ -212,7 +205,7 @@ class TestRestore:
         (model / "model.safetensors.index.json").unlink()
         for file in model.glob("model-*"):
             file.unlink()
-        same_tree(checkpointer(family=renamed).restore(model), expected(tensors))
+        assert_same_arrays(checkpointer(family=renamed).restore(model), expected(tensors))
 
     def test_pytorchs_pieces_are_whole_to_a_family(self, tensors, tmp_path):
         def halves(name, array):
@@ -223,7 +216,7 @@ class TestRestore:
         pairs = [halves(name, array) for name, array in tensors.items()]
         write_pieces(tmp_path, [[first for first, _ in pairs], [second for _, second in pairs]])
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        same_tree(checkpointer(family=TOY).restore(tmp_path), expected(tensors))
+        assert_same_arrays(checkpointer(family=TOY).restore(tmp_path), expected(tensors))
 
     @pytest.mark.both_devices
     def test_constants_and_arithmetic(self, tmp_path):
@@ -325,7 +318,7 @@ class TestSave:
     def test_round_trip(self, model, tensors, tmp_path, variant):
         ckptr = checkpointer(family=TOY, variant=variant)
         ckptr.save(tmp_path / "saved", args=ost.SafetensorsSave(ckptr.restore(model), config=CONFIG))
-        same_tree(checkpointer().restore(tmp_path / "saved"), tensors)
+        assert_same_arrays(checkpointer().restore(tmp_path / "saved"), tensors)
         assert json.loads((tmp_path / "saved" / "config.json").read_text()) == CONFIG
 
     @pytest.mark.parametrize("axis", range(4))
@@ -342,16 +335,16 @@ class TestSave:
         args = ost.SafetensorsSave(tree, family=TOY, config=CONFIG, max_file_bytes=3000)
         checkpointer().save(tmp_path / "saved", args=args)
         assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
-        same_tree(checkpointer().restore(tmp_path / "saved"), tensors)
+        assert_same_arrays(checkpointer().restore(tmp_path / "saved"), tensors)
 
     def test_async(self, tensors, tmp_path):
         with ocp.AsyncCheckpointer(ost.SafetensorsHandler(family=TOY)) as ckptr:
             ckptr.save(tmp_path / "saved", args=ost.SafetensorsSave(expected(tensors), config=CONFIG))
-        same_tree(checkpointer().restore(tmp_path / "saved"), tensors)
+        assert_same_arrays(checkpointer().restore(tmp_path / "saved"), tensors)
 
     def test_a_registered_family_is_found_by_the_config(self, tensors, tmp_path, registered):
         checkpointer().save(tmp_path / "saved", args=ost.SafetensorsSave(expected(tensors), config=CONFIG))
-        same_tree(checkpointer(family=TOY).restore(tmp_path / "saved"), expected(tensors))
+        assert_same_arrays(checkpointer(family=TOY).restore(tmp_path / "saved"), expected(tensors))
         checkpointer().save(tmp_path / "plain", expected(tensors))
         assert "params.layers.gate" in ost.open_checkpoint(tmp_path / "plain").tensors
 
@@ -370,7 +363,7 @@ class TestSave:
         stored = rng.standard_normal((8, 6)).astype(dtype)
         value = {"w": stored.T.astype(np.float32)}
         checkpointer(family=family).save(tmp_path / "saved", args=ost.SafetensorsSave(value, config=config))
-        same_tree(checkpointer().restore(tmp_path / "saved"), {"w": stored})
+        assert_same_arrays(checkpointer().restore(tmp_path / "saved"), {"w": stored})
 
     def test_a_dtype_that_is_asked_for_comes_before_the_configs(self, tmp_path):
         family = Family("f", (), lambda config: {"w": tensor("w", (2,)).cast(np.float32)})
@@ -530,7 +523,7 @@ class TestErrors:
         write(tmp_path / "more.safetensors", tensors | {"layers.0.inv_freq": np.zeros(4, np.float32)})
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         with ost.SafetensorsCheckpointer(family=TOY) as one:
-            same_tree(one.restore(tmp_path / "more.safetensors"), expected(tensors))
+            assert_same_arrays(one.restore(tmp_path / "more.safetensors"), expected(tensors))
 
     @pytest.mark.parametrize(
         ("tree", "message"),

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -14,6 +13,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.orbax_store import directories
 from orbax_safetensors.orbax_store.discovery import UNFINISHED
+from tests.support.compare import assert_same_arrays
 from tests.support.files import random_bits
 
 RNG = np.random.default_rng(0)
@@ -52,19 +52,8 @@ REFUSED = ["back\\slash", "**", "gs:", "caf\udce9", "5.orbax-checkpoint-tmp"]
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
-def leaves(tree):
-    return {
-        jax.tree_util.keystr(at, simple=True, separator="."): np.asarray(leaf)
-        for at, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
 def same(tree):
-    found, expected = leaves(tree), leaves(TREE)
-    assert sorted(found) == sorted(expected)
-    for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-        assert found[name].tobytes() == array.tobytes()
+    assert_same_arrays(tree, TREE)
 
 
 def ours(path):
@@ -157,7 +146,7 @@ LOADS = {
     "converted": lambda path: stock(Path(ost.convert(path, "converted", to="orbax").path).parents[1]),
     "resharded": lambda path: ost.load(ost.reshard(path, "resharded").path),
     "linked": lambda path: ocp.PyTreeCheckpointer().restore(ost.link(path, "linked").path),
-    "planned": lambda path: {array.name: None for array in ost.plan_link(path, "linked").arrays},
+    "planned": lambda path: {array.name: None for array in ost.plan_link(path, "planned").arrays},
 }
 
 

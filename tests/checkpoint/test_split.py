@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, stack, tensor
+from tests.support.compare import names_of
 from tests.support.files import random_bits, write
 from tests.support.quantized_layers import (
     BF16,
@@ -29,7 +30,6 @@ from tests.support.quantized_layers import (
     same,
 )
 from tests.support.roots import TESTDATA
-from tests.support.small_model import names_of
 
 SPLIT = ost.SafetensorsOptions(dequantize="split")
 

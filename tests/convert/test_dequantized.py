@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
+from tests.support.compare import names_of
 from tests.support.files import write_indexed
-from tests.support.small_model import names_of
 
 BF16, F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 MODELOPT = {

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 import orbax_safetensors as ost
 from orbax_safetensors.orbax_store import open_orbax
 from tests.support import examples
+from tests.support.compare import names_of
 from tests.support.roots import ROOT
-from tests.support.small_model import names_of
 
 DOCS = ROOT / "docs"
 # Pages that need other checkpoints, or servers: `test_PAGE.py` beside this file runs them.

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from tests.support import examples
+from tests.support.compare import assert_same_bits, names_of
 from tests.support.roots import ROOT
-from tests.support.small_model import assert_same_bits, names_of
 
 PAGE = ROOT / "docs" / "trees.md"
 HAS_EQUINOX = importlib.util.find_spec("equinox") is not None

@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from tests.support.compare import assert_same_bits
 from tests.support.files import DTYPES, random_bits, write
-from tests.support.small_model import RNG, STEP, TENSORS, B, W, assert_same_bits, struct
+from tests.support.small_model import RNG, STEP, TENSORS, B, W, struct
 
 
 def test_nothing_given_is_everything_as_numpy(directory, checkpointer):

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from tests.support.compare import assert_same_arrays
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call
 
@@ -56,12 +57,7 @@ def objects(place):
 
 def is_values(found, values=NAMES):
     """A flat dict, or the tree that was saved, has these values."""
-    leaves = jax.tree_util.tree_leaves_with_path(found)
-    found = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
-    assert found.keys() == values.keys()
-    for name, array in values.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-        assert found[name].tobytes() == array.tobytes()
+    assert_same_arrays(jax.tree.map(np.asarray, found), values)
 
 
 def put(place, directory, tmp_path, tensors=NAMES):

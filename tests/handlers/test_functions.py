@@ -11,21 +11,13 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from tests.support.compare import assert_same_arrays, names_of
 from tests.support.files import write
 from tests.support.roots import TESTDATA
-from tests.support.small_model import STEP, B, W, names_of
+from tests.support.small_model import STEP, B, W
 
 MAXTEXT = TESTDATA / "maxtext" / "qwen3"
 CONFIG = json.loads((MAXTEXT / "hf" / "config.json").read_text())
-
-
-def bits(array):
-    array = np.asarray(array)
-    return array.dtype, array.shape, array.tobytes()
-
-
-def same(tree, expected):
-    jax.tree.map(lambda leaf, array: np.testing.assert_equal(bits(leaf), bits(array)), tree, expected)
 
 
 @pytest.fixture
@@ -37,20 +29,20 @@ def tree(line):
 
 
 def test_a_directory_without_a_target(directory):
-    same(ost.load(directory), {"layer.w": W, "layer.b": B, "step": STEP})
+    assert_same_arrays(ost.load(directory), {"layer.w": W, "layer.b": B, "step": STEP})
 
 
 def test_one_file(tmp_path):
     file = tmp_path / "model.safetensors"
     write(file, {"w": W})
-    same(ost.load(str(file)), load_file(file))
+    assert_same_arrays(ost.load(str(file)), load_file(file))
 
 
 def test_a_relative_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ost.save("saved", {"w": W})
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    same(ost.load("saved"), {"w": W})
+    assert_same_arrays(ost.load("saved"), {"w": W})
 
 
 @pytest.mark.parametrize(
@@ -61,7 +53,7 @@ def test_a_tree(directory, line, of):
     layer = {name: of(array.shape, array.dtype, sharding=shardings[name]) for name, array in (("w", W), ("b", B))}
     restored = ost.load(directory, {"layer": layer, "step": ocp.PLACEHOLDER})
     assert restored["step"] is ocp.PLACEHOLDER
-    same(restored["layer"], {"w": W, "b": B})
+    assert_same_arrays(restored["layer"], {"w": W, "b": B})
     assert {name: array.sharding for name, array in restored["layer"].items()} == shardings
 
 
@@ -69,14 +61,14 @@ def test_a_tree_of_shardings(directory, line):
     """As `nnx.get_named_sharding` returns them: arrays of the stored shapes and dtypes."""
     shardings = {"layer": {"w": NamedSharding(line, P("d")), "b": NamedSharding(line, P())}}
     restored = ost.load(directory, shardings | {"step": None})
-    same(restored["layer"], {"w": W, "b": B})
+    assert_same_arrays(restored["layer"], {"w": W, "b": B})
     assert {name: array.sharding for name, array in restored["layer"].items()} == shardings["layer"]
 
 
 def test_one_sharding_for_all(directory, line):
     replicated = NamedSharding(line, P())
     restored = ost.load(directory, replicated)
-    same(restored, {"layer.w": W, "layer.b": B, "step": STEP})
+    assert_same_arrays(restored, {"layer.w": W, "layer.b": B, "step": STEP})
     assert {array.sharding for array in restored.values()} == {replicated}
 
 
@@ -87,7 +79,7 @@ def test_a_layout_for_all(tmp_path):
     restored = ost.load(tmp_path, jax.experimental.layout.Format(layout, single))["w"]
     assert restored.format.layout.major_to_minor == (1, 0)
     assert restored.devices() == {jax.devices()[3]}
-    same(restored, W)
+    assert_same_arrays(restored, W)
 
 
 def test_a_function_of_name_and_shape(directory, line):
@@ -99,7 +91,7 @@ def test_a_function_of_name_and_shape(directory, line):
 
     restored = ost.load(directory, sharding)
     assert called == {"layer.w": W.shape, "layer.b": B.shape, "step": STEP.shape}
-    same(restored, {"layer.w": W, "layer.b": B, "step": STEP})
+    assert_same_arrays(restored, {"layer.w": W, "layer.b": B, "step": STEP})
     assert {name: isinstance(array, jax.Array) for name, array in restored.items()} == {
         name: bool(shape) and shape[0] % 8 == 0 for name, shape in called.items()
     }
@@ -126,7 +118,7 @@ def test_a_function_for_a_model_s_tree(line):
 def test_the_tree_that_was_saved(tmp_path, tree, line):
     ost.save(tmp_path / "saved", tree)
     restored = ost.load(tmp_path / "saved")
-    same(restored, tree)
+    assert_same_arrays(restored, tree)
     assert restored["layer"]["w"].sharding == tree["layer"]["w"].sharding
     assert restored["steps"] == tree["steps"]
 
@@ -136,7 +128,7 @@ def test_the_tree_that_was_saved_elsewhere(tmp_path, tree, line):
     ost.save(tmp_path / "saved", tree)
     replicated = NamedSharding(line, P())
     restored = ost.load(tmp_path / "saved", replicated)
-    same(restored, tree)
+    assert_same_arrays(restored, tree)
     assert {array.sharding for array in restored["layer"].values()} == {replicated}
     assert restored["steps"] == tree["steps"]
 
@@ -162,12 +154,14 @@ def test_a_tree_that_can_be_called(directory):
     described = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in (("w", W), ("b", B))}
     restored = ost.load(directory, Module(layer=Module(described), step=np.array(0)))
     assert type(restored["layer"]) is Module
-    same(dict(restored["layer"]), {"w": W, "b": B})
+    assert_same_arrays(dict(restored["layer"]), {"w": W, "b": B})
 
 
 def test_a_save_is_what_the_reference_reads(tmp_path, tree):
     ost.save(tmp_path / "saved", tree, metadata={"author": "me"}, options=ost.SafetensorsOptions(alignment=8))
-    same(load_file(tmp_path / "saved" / "model.safetensors"), {"layer.w": W, "layer.b": B, "steps.0": np.array(7)})
+    assert_same_arrays(
+        load_file(tmp_path / "saved" / "model.safetensors"), {"layer.w": W, "layer.b": B, "steps.0": np.array(7)}
+    )
     assert ost.open_checkpoint(tmp_path / "saved").metadata == {"format": "pt", "author": "me"}
 
 
@@ -179,7 +173,7 @@ def test_a_save_in_several_files(tmp_path):
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
-    same(ost.load(tmp_path / "saved"), {"w": W, "b": B})
+    assert_same_arrays(ost.load(tmp_path / "saved"), {"w": W, "b": B})
 
 
 def test_a_save_with_a_family(tmp_path):
@@ -187,7 +181,7 @@ def test_a_save_with_a_family(tmp_path):
     ost.save(tmp_path / "hf", params, family="maxtext", variant={"scan_layers": False}, config=CONFIG)
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == CONFIG
     stored = {name: array for file in (MAXTEXT / "hf").glob("*.safetensors") for name, array in load_file(file).items()}
-    same(load_file(tmp_path / "hf" / "model.safetensors"), stored)
+    assert_same_arrays(load_file(tmp_path / "hf" / "model.safetensors"), stored)
 
 
 @pytest.mark.parametrize("word", ["force", "overwrite"])
@@ -195,19 +189,19 @@ def test_an_existing_directory(tmp_path, word):
     ost.save(tmp_path / "saved", {"w": W})
     with pytest.raises(ost.StorageError, match="already exists; pass force=True"):
         ost.save(tmp_path / "saved", {"w": B})
-    same(ost.load(tmp_path / "saved"), {"w": W})
+    assert_same_arrays(ost.load(tmp_path / "saved"), {"w": W})
     with pytest.raises(ost.TensorMismatchError, match="no leaves"):
         ost.save(tmp_path / "saved", {}, **{word: True})
-    same(ost.load(tmp_path / "saved"), {"w": W})
+    assert_same_arrays(ost.load(tmp_path / "saved"), {"w": W})
     ost.save(tmp_path / "saved", {"w": B}, **{word: True})
-    same(ost.load(tmp_path / "saved"), {"w": B})
+    assert_same_arrays(ost.load(tmp_path / "saved"), {"w": B})
 
 
 def test_an_object_store(s3, line):
     options = ost.SafetensorsOptions(storage_options=s3.options)
     ost.save(f"{s3.url}/saved", {"w": W}, options=options)
     restored = ost.load(f"{s3.url}/saved", NamedSharding(line, P("d")), options=options)["w"]
-    same(restored, W)
+    assert_same_arrays(restored, W)
     with pytest.raises(ost.StorageError, match="saved"):
         ost.save(f"{s3.url}/saved", {"w": W}, options=options)
 

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from tests.support.compare import names_of
 from tests.support.files import write, write_indexed
 from tests.support.quantized_layers import FP8, GRIDS, quantized, same
 from tests.support.roots import TESTDATA
-from tests.support.small_model import names_of
 
 MAXTEXT = TESTDATA / "maxtext" / "qwen3"
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)

@@ -14,6 +14,7 @@ from tests.multiprocess.workers_families import (
     target,
     variant,
 )
+from tests.support.compare import names_of
 from tests.support.maxtext_trees import (
     DIMENSIONS,
     EACH_TREE,
@@ -22,7 +23,6 @@ from tests.support.maxtext_trees import (
     assert_same_bits,
     checkpointer,
     is_sharded,
-    named,
     on_one_axis,
 )
 from tests.support.measure import measured
@@ -44,7 +44,7 @@ def test_metadata_is_that_of_the_tree(sample, mode):
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), expected
     )
-    assert {name: leaf.name for name, leaf in named(tree).items()} == {name: name for name in named(expected)}
+    assert {name: leaf.name for name, leaf in names_of(tree).items()} == {name: name for name in names_of(expected)}
 
 
 @EACH_TREE

@@ -13,13 +13,13 @@ from tests.multiprocess.workers_families import (
     target,
     variant,
 )
+from tests.support.compare import names_of
 from tests.support.files import write_indexed
 from tests.support.maxtext_trees import (
     DIMENSIONS,
     EACH_MOVED_TREE,
     ON_TWO_AXES,
     checkpointer,
-    named,
     on_one_axis,
     stored,
 )
@@ -93,7 +93,7 @@ def test_every_process_needs_what_its_shards_are_made_of(tmp_path, sample, mode,
 @EACH_MOVED_TREE
 def test_a_leaf_alone_costs_its_runs_and_the_short_gaps_between_them(tmp_path, sample, mode, line):
     positions = positions_of(sample, tmp_path / "model")
-    for name, whole in named(positions.restored(mode)).items():
+    for name, whole in names_of(positions.restored(mode)).items():
         for dimension in DIMENSIONS:
             sharding = laid_out(whole.shape, line, on_one_axis(dimension))
             if sharding.is_fully_replicated:
@@ -110,7 +110,7 @@ def test_gates_and_ups_that_are_stored_in_turn_are_read_together(tmp_path, mesh)
     """Either alone is every other element; both at once are all of them."""
     positions = positions_of("gpt-oss", tmp_path / "model")
     block = "params.decoder.layers.layers_0.GptOssMlp"
-    whole = named(positions.restored("scanned"))[f"{block}.wi_0"]
+    whole = names_of(positions.restored("scanned"))[f"{block}.wi_0"]
     of_an_expert_of_a_layer = laid_out(whole.shape, mesh, ("y", "x"))
     leaf = jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=of_an_expert_of_a_layer)
     for names in (["wi_0"], ["wi_1"], ["wi_0", "wi_1"]):

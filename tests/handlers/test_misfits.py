@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.transfer.reader import Reader
+from tests.support.compare import assert_same_bits
 from tests.support.files import nothing_left, write
-from tests.support.small_model import TENSORS, B, W, assert_same_bits, restore_alone, struct
+from tests.support.small_model import TENSORS, B, W, restore_alone, struct
 
 MISFITS = {
     "missing tensor": (

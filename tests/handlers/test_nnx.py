@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.orbax_store import open_orbax
+from tests.support.compare import assert_same_arrays, names_of
 from tests.support.files import write
 from tests.support.roots import TESTDATA
 
@@ -27,29 +28,11 @@ FAMILY = Family(
 
 def nested(flat, leaf=lambda array: array):
     """A tree of dicts of leaves by their paths, whose parts are joined by dots."""
-    tree = {}
-    for path, array in flat.items():
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf(array)
-    return tree
+    return ocp.tree.from_flat_dict({path: leaf(array) for path, array in flat.items()}, sep=".")
 
 
 def state_of(flat):
     return flax.nnx.State(nested(flat, flax.nnx.Param))
-
-
-def names_of(tree):
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert found[name].dtype == array.dtype
-        assert np.asarray(found[name]).tobytes() == array.tobytes()
 
 
 def files(directory):
@@ -81,7 +64,7 @@ def test_maxtexts_parameters_in_any_form(tmp_path, form):
     assert all(name.startswith("params.") for name in flat)
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", form(flat))
     ost.convert(tmp_path, tmp_path / "back", to="safetensors", family="maxtext", config=hf)
-    same(files(tmp_path / "back"), files(hf))
+    assert_same_arrays(files(tmp_path / "back"), files(hf))
 
 
 def test_patterns_of_a_conversion(tmp_path):
@@ -122,21 +105,17 @@ def test_restores_and_plans(tmp_path, mesh, stored, make):
         for asked in ({"item": item}, {"restore_args": args}, {"item": item, "restore_args": args}):
             restored = checkpointer.restore(tmp_path, args=ost.SafetensorsRestore(**asked))
             assert jax.tree.structure(restored) == jax.tree.structure(item)
-            same(dict(zip(names_of(item), jax.tree.leaves(restored), strict=True)), by_name(make(flat)))
+            assert_same_arrays(restored, make(flat))
     assert ost.plan_restore(tmp_path, item).total_bytes == KERNEL.nbytes + BIAS.nbytes
-
-
-def by_name(tree):
-    return dict(zip(names_of(tree), map(np.asarray, jax.tree.leaves(tree)), strict=True))
 
 
 def test_a_family(tmp_path):
     state = state_of({"linear.kernel": KERNEL, "linear.bias": BIAS})
     with ocp.Checkpointer(ost.SafetensorsHandler(family=FAMILY)) as checkpointer:
         checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(state, config={"hidden_size": 8}))
-        same(files(tmp_path / "saved"), {"w": KERNEL.T.copy(), "b": BIAS})
+        assert_same_arrays(files(tmp_path / "saved"), {"w": KERNEL.T.copy(), "b": BIAS})
         restored = checkpointer.restore(tmp_path / "saved", args=ost.SafetensorsRestore(item=state))
-    same(by_name(restored), by_name(state))
+    assert_same_arrays(restored, state)
 
 
 def test_two_leaves_that_mean_the_same_are_not_one(tmp_path):

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from tests.support import nnx_models
+from tests.support.compare import assert_same_bits, names_of
 from tests.support.files import write
 from tests.support.nnx_models import SHARDED, TOKENS, abstract, filled, make, weights
-from tests.support.small_model import assert_same_bits, names_of
 
 FILE = "model.safetensors"
 

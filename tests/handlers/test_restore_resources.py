@@ -23,8 +23,9 @@ from orbax_safetensors.storage import memory as arena
 from orbax_safetensors.transfer.reader import Reader
 from tests.support import hang
 from tests.support.accelerator import accelerator
+from tests.support.compare import assert_same_bits
 from tests.support.files import nothing_left, random_bits, write
-from tests.support.small_model import RNG, STEP, B, W, assert_same_bits, restore_alone, struct
+from tests.support.small_model import RNG, STEP, B, W, restore_alone, struct
 
 
 def aligned_file(path, tensors):

@@ -10,8 +10,9 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
+from tests.support.compare import names_of
 from tests.support.files import write
-from tests.support.maxtext_trees import EACH_TREE, assert_restored, assert_same_bits, content, named, stored
+from tests.support.maxtext_trees import EACH_TREE, assert_restored, assert_same_bits, content, stored
 
 UNSCANNED = {"scan_layers": False}
 
@@ -192,17 +193,13 @@ def test_saves(tmp_path, form):
     ost.save(tmp_path / "inferred", form(tree), **args)
     assert content(tmp_path / "inferred") == content(tmp_path / "named")
     original = stored(stored_directory("qwen3"))
-    saved = stored(tmp_path / "inferred")
-    assert saved.keys() == original.keys()
-    assert all(saved[name].tobytes() == array.tobytes() for name, array in original.items())
+    assert_same_bits(stored(tmp_path / "inferred"), original)
 
 
 def test_saves_like_the_source(tmp_path):
     source, tree = stored_directory("qwen3"), made_by_maxtext("qwen3", "unscanned")
     ost.save(tmp_path / "saved", state_of(inner(tree)), family="maxtext", like=source)
-    saved, original = stored(tmp_path / "saved"), stored(source)
-    assert saved.keys() == original.keys()
-    assert all(saved[name].tobytes() == array.tobytes() for name, array in original.items())
+    assert_same_bits(stored(tmp_path / "saved"), stored(source))
     assert (tmp_path / "saved" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     with pytest.raises(ost.MappingError, match="this tree is that of variant="):
         ost.save(tmp_path / "wrong", tree, family="maxtext", like=source, variant={"scan_layers": True})
@@ -212,7 +209,7 @@ def test_a_save_records_its_variant(tmp_path):
     tree = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), made_by_maxtext("qwen3", "unscanned"))
     ost.save(tmp_path / "saved", inner(tree), family="maxtext", config=config_of("qwen3"))
     restored = ost.load(tmp_path / "saved")
-    assert named(restored).keys() == named(inner(tree)).keys()
+    assert names_of(restored).keys() == names_of(inner(tree)).keys()
     assert_same_bits(restored, inner(tree))
 
 

@@ -7,8 +7,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from tests.support.compare import assert_same_bits
 from tests.support.files import write, write_indexed
-from tests.support.small_model import TENSORS, W, assert_same_bits, struct
+from tests.support.small_model import TENSORS, W, struct
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from tests.support.compare import assert_same_bits, names_of
 from tests.support.files import write
-from tests.support.small_model import assert_same_bits, names_of
 
 eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
 

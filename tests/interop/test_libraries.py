@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from tests.support.compare import assert_same_arrays
 from tests.support.files import DTYPES, random_bits
 
 SHAPES = {"matrix": (8, 24), "vector": (24,), "odd": (3, 1, 5), "scalar": (), "empty": (0, 4)}
@@ -49,19 +50,12 @@ def load_all(directory, load):
     return {name: array for path in directory.glob("*.safetensors") for name, array in load(path).items()}
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert found[name].tobytes() == array.tobytes(), name
-
-
 @pytest.mark.parametrize("files", ["one", "several"])
 def test_numpy(tmp_path, mesh, files):
     arrays = arrays_of(DTYPES.keys() - NOT_FOR_NUMPY)
     save(tmp_path / "saved", placed(arrays, mesh), max_file_bytes={"one": 10**9, "several": 300}[files])
     assert (len(list((tmp_path / "saved").glob("*.safetensors"))) > 1) == (files == "several")
-    assert_same(load_all(tmp_path / "saved", safetensors.numpy.load_file), arrays)
+    assert_same_arrays(load_all(tmp_path / "saved", safetensors.numpy.load_file), arrays)
 
 
 def test_torch(tmp_path, mesh):
@@ -73,7 +67,7 @@ def test_torch(tmp_path, mesh):
     arrays = arrays_of(DTYPES)
     save(tmp_path / "saved", placed(arrays, mesh), max_file_bytes=300)
     found = load_all(tmp_path / "saved", load_file)
-    assert_same({name: to_numpy(tensor) for name, tensor in found.items()}, arrays)
+    assert_same_arrays({name: to_numpy(tensor) for name, tensor in found.items()}, arrays)
 
 
 def test_flax(tmp_path, mesh):
@@ -82,7 +76,7 @@ def test_flax(tmp_path, mesh):
     with jax.enable_x64(True):
         found = load_all(tmp_path / "saved", safetensors.flax.load_file)
         assert all(isinstance(array, jax.Array) for array in found.values())
-        assert_same({name: np.asarray(array) for name, array in found.items()}, arrays)
+        assert_same_arrays({name: np.asarray(array) for name, array in found.items()}, arrays)
 
 
 def test_slices_metadata_and_index_as_the_reference_reads_them(tmp_path, mesh):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
+from tests.support.compare import assert_same_arrays
 from tests.support.files import random_bits
 
 RNG = np.random.default_rng(0)
@@ -48,16 +49,9 @@ def context():
         yield context
 
 
-def assert_same(found):
-    assert found.keys() == ARRAYS.keys()
-    for name, array in ARRAYS.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert np.asarray(found[name]).tobytes() == array.tobytes(), name
-
-
 @pytest.mark.usefixtures("context")
 def test_without_saying_what_is_wanted(saved):
-    assert_same(v1.load(saved))
+    assert_same_arrays(v1.load(saved), ARRAYS)
 
 
 @pytest.mark.usefixtures("context")
@@ -69,7 +63,7 @@ def test_into_sharded_arrays(saved, mesh, way):
         for name, array in ARRAYS.items()
     }
     found = v1.load(saved, wanted)
-    assert_same(found)
+    assert_same_arrays(found, ARRAYS)
     for name, array in found.items():
         assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim)
 
@@ -88,4 +82,4 @@ def test_file_by_file(saved):
     found = {}
     for path in saved.glob("*.safetensors"):
         found |= v1.load(path)
-    assert_same(found)
+    assert_same_arrays(found, ARRAYS)

@@ -11,6 +11,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.quantized import quantized_tensors
 from orbax_safetensors.mapping import Family, tensor
+from tests.support.compare import names_of
 from tests.support.roots import TESTDATA
 
 QUANTIZED = TESTDATA / "quantized"
@@ -41,23 +42,6 @@ def values_of(name):
         return {key: value.view(BF16) if value.dtype == np.uint16 else value for key, value in file.items()}
 
 
-def leaves(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-
-
-def nested(named):
-    out = {}
-    for name, value in named.items():
-        *parts, last = name.split(".")
-        at = out
-        for part in parts:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return out
-
-
 def assert_values(name, found, values):
     assert found.keys() == values.keys()
     for key, expected in values.items():
@@ -76,12 +60,13 @@ def test_shards_and_their_plan(name, spec, dtype, scalars):
     family = family_of(directory)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    item = nested({key: jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding) for key, value in values.items()})
+    structs = {key: jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding) for key, value in values.items()}
+    item = ocp.tree.from_flat_dict(structs, sep=".")
     (plan,) = ost.plan_restore(directory, item, family=family).processes
     args = ost.SafetensorsRestore(item=item, partial_restore=True)
     restored = ocp.Checkpointer(ost.SafetensorsHandler(family=family)).restore(directory, args=args)
-    assert_values(name, leaves(restored), values)
-    assert all(leaf.sharding == sharding for leaf in leaves(restored).values())
+    assert_values(name, names_of(restored), values)
+    assert all(leaf.sharding == sharding for leaf in names_of(restored).values())
     assert scalars["/jax/orbax/read/safetensors/bytes_read"] == plan.read_bytes
     assert scalars["/jax/orbax/read/safetensors/storage_reads"] == plan.num_requests
     decoded = sum(value.size for value in values.values()) * 4
@@ -90,7 +75,7 @@ def test_shards_and_their_plan(name, spec, dtype, scalars):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_whole_tree_has_every_tensor_and_nothing_of_the_quantisation(name):
-    restored = leaves(ost.load(QUANTIZED / name, family=family_of(QUANTIZED / name)))
+    restored = names_of(ost.load(QUANTIZED / name, family=family_of(QUANTIZED / name)))
     values = values_of(name)
     assert_values(name, {key: restored[key] for key in values}, values)
     assert all(key in values or key.endswith(("norm.weight", "norm_weight")) for key in restored), sorted(restored)

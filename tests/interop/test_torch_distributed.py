@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from tests.support.compare import assert_same_arrays
 from tests.support.files import DTYPES, random_bits
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -50,17 +51,10 @@ def whole():
     return {name: to_numpy(tensor) for name, tensor in dcp_writer.tensors().items()}
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert np.asarray(found[name]).tobytes() == array.tobytes(), name
-
-
 def assert_restores(directory, whole, mesh):
     """As NumPy arrays, and as arrays over the mesh, by either of their dimensions where they divide."""
     with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
-        assert_same(checkpointer.restore(directory), whole)
+        assert_same_arrays(checkpointer.restore(directory), whole)
         metadata = checkpointer.metadata(directory).item_metadata
         assert {name: metadata[name].shape for name in whole} == {name: array.shape for name, array in whole.items()}
         for axis in (0, -1):
@@ -74,7 +68,7 @@ def assert_restores(directory, whole, mesh):
                 item[name] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
             item.pop("step", None)  # any 64 bits, which JAX has no place for
             restored = checkpointer.restore(directory, args=ost.SafetensorsRestore(item=item, partial_restore=True))
-            assert_same(restored, {name: whole[name] for name in item})
+            assert_same_arrays(restored, {name: whole[name] for name in item})
             assert any(not array.is_fully_replicated for array in restored.values())
     assert ost.verify(directory) == []
 
@@ -121,7 +115,7 @@ def test_the_reader_loads_what_is_saved(tmp_path, whole, mesh, limit):
     save(tmp_path / "saved", arrays, limit)
     assert (len(list((tmp_path / "saved").glob("*.safetensors"))) > 1) == (limit == 200)
     empty = {name: torch.zeros_like(tensor) for name, tensor in dcp_writer.tensors().items()}
-    assert_same(load(tmp_path / "saved", empty), whole)
+    assert_same_arrays(load(tmp_path / "saved", empty), whole)
 
 
 def test_the_reader_loads_every_dtype_that_pytorch_reads(tmp_path):
@@ -131,7 +125,9 @@ def test_the_reader_loads_every_dtype_that_pytorch_reads(tmp_path):
     assert len(names) > 12
     arrays = {name: random_bits(np.random.default_rng(0), (4, 6), DTYPES[name]) for name in names}
     save(tmp_path / "saved", arrays, 10**9)
-    assert_same(load(tmp_path / "saved", {name: torch.zeros(4, 6, dtype=_TYPES[name]) for name in names}), arrays)
+    assert_same_arrays(
+        load(tmp_path / "saved", {name: torch.zeros(4, 6, dtype=_TYPES[name]) for name in names}), arrays
+    )
 
 
 def test_both_ways_and_back(written, whole, tmp_path, mesh):
@@ -146,4 +142,4 @@ def test_both_ways_and_back(written, whole, tmp_path, mesh):
         restored = checkpointer.restore(written / "sharded-several", args=args)
     save(tmp_path / "saved", restored, 200)
     empty = {name: torch.zeros_like(tensor) for name, tensor in dcp_writer.tensors().items() if name != "step"}
-    assert_same(load(tmp_path / "saved", empty), {name: whole[name] for name in item})
+    assert_same_arrays(load(tmp_path / "saved", empty), {name: whole[name] for name in item})

@@ -9,6 +9,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View
+from tests.support.compare import assert_same_arrays
 from tests.support.family_samples import Sample
 from tests.support.files import write
 
@@ -76,21 +77,13 @@ def test_published_names(sample, tmp_path):
     (tmp_path / "config.json").write_text((sample.directory / "hf" / "config.json").read_text())
     with ost.SafetensorsCheckpointer(family="maxtext") as checkpointer:
         tree = checkpointer.restore(tmp_path)
-        assert_same(tree, sample.made_by_maxtext(True))
+        assert_same_arrays(tree, sample.made_by_maxtext(True))
         checkpointer.save(tmp_path / "whole", args=ost.SafetensorsSave(tree, like=tmp_path))
         checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree, like=tmp_path, rest="leave"))
     assert ost.open_checkpoint(tmp_path / "whole").tensors.keys() == stored.keys()
     saved = ost.open_checkpoint(tmp_path / "saved").tensors
     without_place = {name for name in stored if name.startswith("mtp.") or re.search(r"gate\.(bias|tid2eid)$", name)}
     assert saved.keys() == stored.keys() - without_place
-
-
-def assert_same(tree, expected, path=""):
-    if not isinstance(tree, dict):
-        assert (tree.dtype, tree.tobytes()) == (expected[path].dtype, expected[path].tobytes()), path
-        return
-    for name, below in tree.items():
-        assert_same(below, expected, f"{path}.{name}" if path else name)
 
 
 def test_ratios_instead_of_kinds(sample):

@@ -9,6 +9,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4_SMALL
+from tests.support.compare import assert_same_arrays
 from tests.support.evaluate import binder, evaluate, given_back, uses
 from tests.support.family_samples import FAMILY, TREES, Sample, made_with
 
@@ -19,14 +20,6 @@ MOVED = [
 ]  # fmt: skip
 
 
-def same(found, expected):
-    """The same names, shapes, dtypes and bits."""
-    assert sorted(found) == sorted(expected)
-    for name, array in expected.items():
-        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
-        assert found[name].tobytes() == array.tobytes(), name
-
-
 def unused(tree, name):
     return any(re.fullmatch(pattern, name) for pattern in tree.unused)
 
@@ -35,12 +28,12 @@ def unused(tree, name):
 def test_trees_are_bit_for_bit_those_of_maxtexts_converter_and_give_the_stored_tensors_back(name, mode):
     sample, scan_layers = Sample(name), mode == "scanned"
     tree, made = sample.describe_made(scan_layers), sample.made_by_maxtext(scan_layers)
-    same({path: evaluate(view, sample.stored) for path, view in tree.items()}, made)
+    assert_same_arrays({path: evaluate(view, sample.stored) for path, view in tree.items()}, made)
     back = given_back(tree, made, sample.stored)
     for tensor, array in back.items():
         np.testing.assert_allclose(array, sample.stored[tensor], rtol=1e-6, atol=1e-7)
     exact = {tensor for view in tree.values() if not any(p.ops for p in view.pieces) for tensor in view.tensors}
-    same({tensor: back[tensor] for tensor in exact}, {tensor: sample.stored[tensor] for tensor in exact})
+    assert_same_arrays({tensor: back[tensor] for tensor in exact}, {tensor: sample.stored[tensor] for tensor in exact})
     if name in MOVED:
         assert exact == back.keys()
 
@@ -76,7 +69,7 @@ def test_stacks_go_where_param_scan_axis_says(name, stacked):
         path: np.moveaxis(array, 1, 0) if re.search(stacked, path) else array
         for path, array in sample.made_by_maxtext(True).items()
     }
-    same({path: evaluate(view, sample.stored) for path, view in tree.items()}, expected)
+    assert_same_arrays({path: evaluate(view, sample.stored) for path, view in tree.items()}, expected)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama3.1", "qwen3", "qwen3_omni"])
@@ -90,7 +83,7 @@ def test_the_vocabulary_is_padded(name):
     for path, axis in (("params.token_embedder.embedding", 0), ("params.decoder.logits_dense.kernel", 1)):
         if path in expected:
             expected[path] = np.pad(expected[path], [(0, 8 * (at == axis)) for at in range(2)])
-    same(arrays, expected)
+    assert_same_arrays(arrays, expected)
     # The way back leaves out what lies there.
     arrays["params.token_embedder.embedding"][sample.vocab_size :] = 7
     back = given_back(tree, arrays, sample.stored)
@@ -201,7 +194,7 @@ class TestLlama:
             path: view.shape for path, view in sample.describe().items()
         }
         mistral = FAMILY["maxtext.mistral"].describe(sample.config, {}, binder(sample.stored))
-        same(
+        assert_same_arrays(
             {path: evaluate(view, sample.stored) for path, view in tree.items()},
             {path: evaluate(view, sample.stored) for path, view in mistral.items()},
         )
@@ -241,7 +234,7 @@ class TestGemma3:
         sample = Sample("gemma3")
         stored = {name.replace("model.language_model.", "model."): array for name, array in sample.files.items()}
         tree = sample.family.describe(sample.config["text_config"], {}, binder(stored))
-        same({path: evaluate(view, stored) for path, view in tree.items()}, sample.made_by_maxtext(True))
+        assert_same_arrays({path: evaluate(view, stored) for path, view in tree.items()}, sample.made_by_maxtext(True))
 
     def test_fewer_layers_than_a_cycle(self):
         sample = Sample("gemma3")

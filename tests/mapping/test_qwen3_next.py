@@ -9,6 +9,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import registry
+from tests.support.compare import assert_same_arrays
 from tests.support.evaluate import binder, evaluate
 from tests.support.family_samples import Sample
 from tests.support.files import write
@@ -113,5 +114,4 @@ def test_experts_are_saved_together_unless_the_caller_wants_them_separate(tmp_pa
     with ost.SafetensorsCheckpointer() as checkpointer:
         saved = checkpointer.restore(tmp_path / "saved")
     expected = with_separate_experts(sample.stored) if separate else sample.stored
-    assert saved.keys() == expected.keys()
-    assert all(saved[name].tobytes() == array.tobytes() for name, array in expected.items())
+    assert_same_arrays(saved, expected)

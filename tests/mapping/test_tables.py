@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, from_table, stored_shapes, tensor
+from tests.support.compare import assert_same_arrays
 from tests.support.evaluate import binder
 from tests.support.files import random_bits, write
 from tests.support.loaders import by_the_table, nested_leaves
@@ -119,17 +120,10 @@ def restored(directory, family):
     return leaves
 
 
-def assert_same(leaves, expected):
-    assert leaves.keys() == expected.keys()
-    for path, array in expected.items():
-        assert leaves[path].shape == array.shape, path
-        assert np.asarray(leaves[path]).tobytes() == array.tobytes(), path
-
-
 @pytest.mark.parametrize("table", [BONSAI, TUNIX], ids=["bonsai", "tunix"])
 def test_what_the_loader_makes_of_its_table(model, table):
     directory, stored = model
-    assert_same(restored(directory, from_table(table)), by_the_table(stored, table))
+    assert_same_arrays(restored(directory, from_table(table)), by_the_table(stored, table))
 
 
 def test_other_forms_of_rows(model):
@@ -157,7 +151,7 @@ def test_other_forms_of_rows(model):
             if name.startswith(h + "mlp.experts."):
                 rest = name.removeprefix(h + "mlp.experts")  # what the pattern does not match stays, as with `re.sub`
                 expected[f"experts.{i}{rest}"] = stored[name].reshape(-1)
-    assert_same(restored(directory, from_table(others)), expected)
+    assert_same_arrays(restored(directory, from_table(others)), expected)
 
 
 def test_stacks_of_layers_of_experts_and_of_rows(model):
@@ -174,20 +168,20 @@ def test_stacks_of_layers_of_experts_and_of_rows(model):
             for i in range(LAYERS)
         ]
         expected[f"blocks.{part}_proj"] = np.stack([np.stack(row) for row in rows])
-    assert_same(restored(directory, from_table(TUNIX, stack=STACK)), expected)
+    assert_same_arrays(restored(directory, from_table(TUNIX, stack=STACK)), expected)
 
 
 def test_stacks_are_in_the_order_of_numbers(tmp_path):
     stored = {f"w.{i}": np.full((2,), i, np.float32) for i in range(3, 15)}
     write(tmp_path / "model.safetensors", stored)
     leaves = restored(tmp_path, from_table({r"w\.": "layers."}, stack={r"layers\.\d+": "layers"}))
-    assert_same(leaves, {"layers": np.stack(list(stored.values()))})
+    assert_same_arrays(leaves, {"layers": np.stack(list(stored.values()))})
 
 
 def test_unused_tensors_are_in_no_leaf(model):
     directory, stored = model
     expected = {path: leaf for path, leaf in by_the_table(stored, TUNIX).items() if "patches" not in path}
-    assert_same(restored(directory, from_table(TUNIX, unused=[r"model\.patches\..*"])), expected)
+    assert_same_arrays(restored(directory, from_table(TUNIX, unused=[r"model\.patches\..*"])), expected)
 
 
 def test_a_partial_restore_needs_no_row_for_other_tensors(model):
@@ -208,7 +202,7 @@ def test_a_registered_table_serves_orbaxs_own_handlers(model):
         item = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one) for path, leaf in expected.items()}
         nested = ocp.tree.from_flat_dict(item, sep=".")
         with ocp.StandardCheckpointer() as checkpointer:
-            assert_same(nested_leaves(checkpointer.restore(directory, nested)), expected)
+            assert_same_arrays(nested_leaves(checkpointer.restore(directory, nested)), expected)
     finally:
         ost.unregister()
 
@@ -233,7 +227,7 @@ def test_a_save_like_the_source(model, stack, tmp_path):
     again = load_file(tmp_path / "saved" / "model.safetensors")
     assert again.keys() == stored.keys()
     assert all(again[name].tobytes() == array.tobytes() for name, array in stored.items())
-    assert_same(restored(tmp_path / "saved", from_table(TUNIX)), by_the_table(stored, TUNIX))
+    assert_same_arrays(restored(tmp_path / "saved", from_table(TUNIX)), by_the_table(stored, TUNIX))
 
 
 def test_shapes_that_a_family_sees(tmp_path):
@@ -321,7 +315,7 @@ def test_one_table_serves_models_with_experts_and_without(model):
     dense = {r"(.*)\.mlp\.dense\.\d+": (r"\1.mlp.dense", None, "optional")}
     expected = restored(directory, from_table(TUNIX, stack=STACK))
     leaves = restored(directory, from_table(TUNIX, stack=dense | STACK))
-    assert_same(leaves, {path: np.asarray(leaf) for path, leaf in expected.items()})
+    assert_same_arrays(leaves, {path: np.asarray(leaf) for path, leaf in expected.items()})
 
 
 TIED = TUNIX | {
@@ -341,18 +335,18 @@ def test_several_leaves_of_one_tensor(model, tmp_path, caplog):
     expected |= {"lm_head.w": embedding.T, "patches.first": patches[:4], "patches.others": patches[4:]}
     family = from_table(TIED)
     leaves = restored(directory, family)
-    assert_same(leaves, expected)
+    assert_same_arrays(leaves, expected)
 
     tree = ocp.tree.from_flat_dict(leaves, sep=".")
     ost.save(tmp_path / "saved", tree, family=family, like=directory)
-    assert_same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+    assert_same_arrays(load_file(tmp_path / "saved" / "model.safetensors"), stored)
     assert "not saved, as other leaves are made of the same tensors: lm_head.w" in caplog.text
     ost.convert(directory, tmp_path / "orbax", to="orbax", family=family)
     with ocp.StandardCheckpointer() as checkpointer:
-        assert_same(nested_leaves(checkpointer.restore(tmp_path / "orbax" / "0" / "items")), expected)
+        assert_same_arrays(nested_leaves(checkpointer.restore(tmp_path / "orbax" / "0" / "items")), expected)
     link = ost.link(directory, tmp_path / "link", family=family)
     with ocp.StandardCheckpointer() as checkpointer:
-        assert_same(nested_leaves(checkpointer.restore(link.path)), expected)
+        assert_same_arrays(nested_leaves(checkpointer.restore(link.path)), expected)
 
 
 def test_several_leaves_of_one_tensor_that_a_family_renames(tmp_path):
@@ -366,9 +360,9 @@ def test_several_leaves_of_one_tensor_that_a_family_renames(tmp_path):
     params = ost.load(tmp_path, family=family)
     assert np.array_equal(params["b"], stored["old.w"].T)
     ost.save(tmp_path / "like", params, family=family, like=tmp_path)
-    assert_same(load_file(tmp_path / "like" / "model.safetensors"), stored)
+    assert_same_arrays(load_file(tmp_path / "like" / "model.safetensors"), stored)
     ost.save(tmp_path / "alone", params, family=family, config={"model_type": "mine"})
-    assert_same(load_file(tmp_path / "alone" / "model.safetensors"), {"new.w": stored["old.w"]})
+    assert_same_arrays(load_file(tmp_path / "alone" / "model.safetensors"), {"new.w": stored["old.w"]})
 
 
 def rows(**slices):
@@ -398,7 +392,7 @@ def test_leaves_that_share_elements_come_in_any_order(tmp_path, caplog, table, s
     family = from_table({"emb": table})
     tree = ost.load(tmp_path, family=family)
     ost.save(tmp_path / "saved", tree, family=family, like=tmp_path)
-    assert_same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+    assert_same_arrays(load_file(tmp_path / "saved" / "model.safetensors"), stored)
     left_out = ", ".join(path for path in tree if path not in saved)
     assert (f"other leaves are made of the same tensors: {left_out}" in caplog.text) == (left_out != "")
     for path in (tmp_path / "saved", ost.link(tmp_path, tmp_path / "link", family=family).path):
@@ -406,7 +400,7 @@ def test_leaves_that_share_elements_come_in_any_order(tmp_path, caplog, table, s
         if not Path(path, "_METADATA").exists():  # a save of slices of columns, which are no chunks
             continue
         with ocp.StandardCheckpointer() as checkpointer:
-            assert_same(checkpointer.restore(path), {path: np.asarray(leaf) for path, leaf in tree.items()})
+            assert_same_arrays(checkpointer.restore(path), {path: np.asarray(leaf) for path, leaf in tree.items()})
 
 
 def test_an_element_that_no_leaf_has_or_two_have_unsaid_is_an_error(tmp_path):

@@ -16,6 +16,7 @@ from tests.multiprocess.workers_families import (
     stored_directory,
     variant,
 )
+from tests.support.compare import names_of
 
 MODES = ("scanned", "unscanned")
 # `tests/mapping` has all trees. Of these a save gives back the bits: experts and a layer of prediction, gates and ups
@@ -40,16 +41,9 @@ def on_one_axis(dimension):
     return tuple("d" if at == dimension else None for at in DIMENSIONS)
 
 
-def named(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
 def assert_same_bits(found, expected, where=""):
     assert jax.tree.structure(found) == jax.tree.structure(expected), where
-    for (name, leaf), other in zip(named(found).items(), jax.tree.leaves(expected), strict=True):
+    for (name, leaf), other in zip(names_of(found).items(), jax.tree.leaves(expected), strict=True):
         leaf = np.asarray(leaf)
         assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype), f"{where}: {name}"
         assert leaf.tobytes() == other.tobytes(), f"{where}: {name}"
@@ -59,7 +53,7 @@ def assert_restored(found, item, expected, where):
     """The shardings that were asked for, and in every shard the bits of its part of the whole."""
     assert jax.tree.structure(found) == jax.tree.structure(expected), where
     for (name, leaf), wanted, whole in zip(
-        named(found).items(), jax.tree.leaves(item), jax.tree.leaves(expected), strict=True
+        names_of(found).items(), jax.tree.leaves(item), jax.tree.leaves(expected), strict=True
     ):
         assert (leaf.sharding, leaf.shape, leaf.dtype) == (wanted.sharding, whole.shape, whole.dtype), (
             f"{where}: {name}"

@@ -1,4 +1,4 @@
-"""A checkpoint of three tensors, and how its leaves are described and compared."""
+"""A checkpoint of three tensors, and how its leaves are described."""
 
 import jax
 import ml_dtypes
@@ -18,19 +18,6 @@ TENSORS = {"layer.w": W, "layer.b": B, "step": STEP}
 def struct(array, sharding=None, **changes):
     shape, dtype = changes.get("shape", array.shape), changes.get("dtype", array.dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def assert_same_bits(found, expected):
-    assert np.asarray(found).dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert np.asarray(found).tobytes() == expected.tobytes()
-
-
-def names_of(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def restore_alone(directory, item, **kwargs):
