@@ -1,6 +1,4 @@
-"""What conversions say that they did, and what they refuse before they touch anything."""
-
-import os
+"""What conversions say that they did."""
 
 import numpy as np
 import pytest
@@ -8,7 +6,6 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.streaming import orbax_sink
-from tests.support.killed_conversions import make_source
 from tests.support.roots import TESTDATA
 
 HF = TESTDATA / "maxtext" / "qwen3" / "hf"
@@ -17,11 +14,10 @@ SMALL = 40_000  # bytes of memory with which everything takes many batches
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
-@pytest.mark.parametrize("memory_bytes", [SMALL, 1 << 30])
 @pytest.mark.parametrize("dtype", [None, {"kernel|proj": "float64"}])
-def test_bytes_are_those_that_are_written(dtype, memory_bytes, tmp_path):
+def test_bytes_are_those_that_are_written(dtype, tmp_path):
     """With the dtypes of the destination, either way, and without the padding that a family adds."""
-    padded = {"family": "maxtext", "variant": {"vocab_size": 128}, "memory_bytes": memory_bytes}
+    padded = {"family": "maxtext", "variant": {"vocab_size": 128}, "memory_bytes": SMALL}
     there = ost.convert(HF, tmp_path / "orbax", to="orbax", dtype=dtype, **padded)
     leaves = open_orbax(there.path).leaves.values()
     assert there.nbytes == sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in leaves if leaf.shape)
@@ -45,29 +41,3 @@ def test_figures_are_whole_however_late_callbacks_run(monkeypatch, tmp_path):
     done = ost.convert(HF, tmp_path / "two", **arguments)
     assert late
     assert (done.nbytes, done.requests) == (expected.nbytes, expected.requests)
-
-
-@pytest.mark.parametrize("call", ["convert", "reshard"])
-@pytest.mark.parametrize("there", ["destination", "foreign", "file", "read only"])
-def test_what_is_in_the_way_stays(call, there, tmp_path):
-    source = make_source("to_orbax", tmp_path / "from")
-    asked = {"to": "orbax"} if call == "convert" else {}
-    to = tmp_path / "to"
-    if there == "file":
-        (tmp_path / "file").touch()
-        to = tmp_path / "file" / "below" / "to"
-    elif there == "read only":
-        if os.geteuid() == 0:
-            pytest.skip("root may write everywhere")
-        (tmp_path / "read only").mkdir(mode=0o500)
-        to = tmp_path / "read only" / "below" / "to"
-    own, unfinished = (to / "0", to / "0.orbax-checkpoint-tmp") if call == "convert" else (to, tmp_path / "to.partial")
-    if there == "destination":
-        own.mkdir(parents=True)
-    elif there == "foreign":
-        unfinished.mkdir(parents=True)
-        (unfinished / "notes.txt").write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ost.StorageError):
-        getattr(ost, call)(source, to, **asked)
-    assert sorted(tmp_path.rglob("*")) == before

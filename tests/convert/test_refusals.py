@@ -1,5 +1,6 @@
 """Conversions that are refused before anything is written: arguments, paths, sources, targets and configs."""
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,16 @@ def test_what_is_no_draft_is_never_deleted(tmp_path, source):
         with pytest.raises(ost.StorageError, match=message):
             ost.reshard(tmp_path / source, tmp_path / "new", resume=resume)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_destination_that_is_read_only(tmp_path):
+    checkpoint(tmp_path / "from")
+    (tmp_path / "to").mkdir(mode=0o500)
+    for call in (ost.reshard, partial(ost.convert, to="orbax")):
+        with pytest.raises(ost.StorageError, match="cannot be made: .*Permission denied"):
+            call(tmp_path / "from", tmp_path / "to" / "below" / "new")
+        assert list((tmp_path / "to").iterdir()) == []
 
 
 def test_a_destination_in_its_source(tmp_path):
