@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,15 +65,8 @@ def _work(path: str, tell: Callable[[float], None]) -> dict[str, Any]:
             measured.append(value)
 
     jax.monitoring.register_scalar_listener(listen)
-    # Orbax's own class takes directories only.
-    is_file = os.path.isfile(path)
     options = ost.SafetensorsOptions(progress=lambda done, total: tell(done / max(total, 1) / 2))
-    checkpointer = (
-        ost.SafetensorsCheckpointer(options=options)
-        if is_file
-        else ocp.Checkpointer(ost.SafetensorsHandler(options=options))
-    )
-    arrays = checkpointer.restore(path, restore_args=restore_args)
+    arrays = ost.SafetensorsCheckpointer(options=options).restore(path, restore_args=restore_args)
     files = [file.path for file in checkpoint.files]
     expected = sum(len(array.addressable_shards) for array in arrays.values())
     shards, differing = compare(

@@ -10,10 +10,11 @@ import posixpath
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from math import isfinite, prod
+from operator import itemgetter
 from typing import Any
 
 from orbax_safetensors import Checkpoint, MappingError, open_checkpoint
@@ -111,15 +112,22 @@ def _name(entry: _Document) -> str:
     return name
 
 
+def _sums(unit: str, entries: Iterable[_Document], key: Callable[[_Document], str]) -> dict[str, dict[str, int]]:
+    """Return how many entries have each key, and how many parameters and bytes these have together."""
+    sums: dict[str, Counter[str]] = {}
+    for entry in entries:
+        counts = {unit: 1, "parameters": entry["parameters"], "bytes": entry["bytes"]}
+        sums.setdefault(key(entry), Counter()).update(counts)
+    return {name: dict(counter) for name, counter in sums.items()}
+
+
 def _groups(unit: str, entries: Sequence[_Document], depth: int) -> list[_Document]:
     """Return sums over entries that have the same first parts of their names, except for numbers."""
-    groups: dict[str, Counter[str]] = {}
-    for entry in entries:
-        parts = [_NUMBER.sub(r"\1*", part) for part in _name(entry).split(".")]
-        name = ".".join(parts[:depth])
-        counts = {unit: 1, "parameters": entry["parameters"], "bytes": entry["bytes"]}
-        groups.setdefault(name, Counter()).update(counts)
-    return [{"name": name, **counts} for name, counts in groups.items()]
+
+    def group(entry: _Document) -> str:
+        return ".".join([_NUMBER.sub(r"\1*", part) for part in _name(entry).split(".")][:depth])
+
+    return [{"name": name, **counts} for name, counts in _sums(unit, entries, group).items()]
 
 
 def _with_sums(unit: str, document: _Document, args: argparse.Namespace) -> _Document:
@@ -130,14 +138,10 @@ def _with_sums(unit: str, document: _Document, args: argparse.Namespace) -> _Doc
     """
     if args.grep is not None:
         document |= {unit: [entry for entry in document[unit] if args.grep.search(_name(entry))]}
-    sums: dict[str, Counter[str]] = {}
-    total = Counter({unit: 0, "parameters": 0, "bytes": 0})
-    for entry in document[unit]:
-        counts = {unit: 1, "parameters": entry["parameters"], "bytes": entry["bytes"]}
-        for counter in (total, sums.setdefault(entry["dtype"], Counter())):
-            counter.update(counts)
-    dtypes = {name: dict(sums[name]) for name in sorted(sums, key=lambda name: (-sums[name]["bytes"], name))}
-    return document | {"dtypes": dtypes, "totals": dict(total)}
+    sums = _sums(unit, document[unit], itemgetter("dtype"))
+    dtypes = {name: sums[name] for name in sorted(sums, key=lambda name: (-sums[name]["bytes"], name))}
+    totals = {key: sum(counts[key] for counts in sums.values()) for key in (unit, "parameters", "bytes")}
+    return document | {"dtypes": dtypes, "totals": totals}
 
 
 def _total_facts(unit: str, document: _Document) -> Facts:

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
 
 from orbax_safetensors import Checkpoint, SafetensorsOptions
 from orbax_safetensors.checkpoint.data import DataCheck
@@ -47,50 +46,36 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     """Print one line for each fault of `args.path`, or that there is none."""
     with Reporter(args.command, sys.stderr) if args.data else nullcontext() as reporter:
         faults, data, checkpoint = verified(args.path, data=args.data, options=SafetensorsOptions(progress=reporter))
-    inventory = None if faults else _inventory(args.path, checkpoint)
     if args.json:
+        path, checked = (args.path, None) if faults else _checked(args.path, checkpoint)
+        compared = None if data is None else {"tensors": data.tensors, "files": data.files, "bytes": data.nbytes}
         output.json(
-            {
-                "path": args.path if inventory is None else inventory.path,
-                "faults": [str(fault) for fault in faults],
-                "compared": None
-                if data is None
-                else {"tensors": data.tensors, "files": data.files, "bytes": data.nbytes},
-                "checked": None
-                if inventory is None
-                else {inventory.unit: inventory.number, inventory.container: inventory.containers},
-            }
+            {"path": path, "faults": [str(fault) for fault in faults], "compared": compared, "checked": checked}
         )
         return 1 if faults else 0
     for fault in faults:
         output.line(str(fault))
     if data is not None:
         output.line(f"{args.path}: {_compared(data)}")
-    if inventory is None:
+    if faults:
         return 1
-    kind = "Orbax arrays" if inventory.unit == "arrays" else inventory.unit
-    containers = _count(inventory.containers, inventory.container.removesuffix("s"))
-    output.line(f"{inventory.path}: OK, {inventory.number:,} {kind} in {containers}")
+    path, checked = _checked(args.path, checkpoint)
+    (unit, number), (containers, count) = checked.items()
+    kind = "Orbax arrays" if unit == "arrays" else unit
+    output.line(f"{path}: OK, {number:,} {kind} in {_count(count, containers.removesuffix('s'))}")
     return 0
 
 
-class _Inventory(NamedTuple):
-    """How many `unit` a checkpoint has, tensors or arrays, in how many of the `container`, files or items."""
+def _checked(path: str, checkpoint: Checkpoint | None) -> tuple[str, dict[str, int]]:
+    """Return the path of a valid checkpoint, how many tensors or arrays it has, and in how many files or items.
 
-    path: str
-    unit: str
-    number: int
-    container: str
-    containers: int
-
-
-def _inventory(path: str, checkpoint: Checkpoint | None) -> _Inventory:
-    """Return what is in a valid checkpoint, which is one of Orbax at `path` if `checkpoint` is None."""
+    It is a checkpoint of Orbax at `path` if `checkpoint` is None.
+    """
     if checkpoint is not None:
-        return _Inventory(checkpoint.path, "tensors", len(checkpoint.tensors), "files", len(checkpoint.files))
+        return checkpoint.path, {"tensors": len(checkpoint.tensors), "files": len(checkpoint.files)}
     step = open_step(path)
-    number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
-    return _Inventory(step.item_path, "arrays", number, "items", len(step.items))
+    arrays = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
+    return step.item_path, {"arrays": arrays, "items": len(step.items)}
 
 
 def _compared(data: DataCheck) -> str:
