@@ -96,9 +96,12 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `convert` and `reshard` share."""
     add_mesh(parser)
-    parser.add_argument("--no-compression", action="store_true", help="to Orbax: store chunks as they are")
     parser.add_argument(
-        "--memory", type=parse_bytes, metavar="BYTES", help="memory for bytes on their way, as 2GB (default: 2GiB)"
+        "--memory",
+        type=parse_bytes,
+        default=MEMORY_BYTES,
+        metavar="BYTES",
+        help="memory for bytes on their way, as 2GB (default: 2GiB)",
     )
     add_run_arguments(parser)
 
@@ -106,8 +109,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Convert `args.source` and print what was done."""
     for other in FORMATS.keys() - {args.to}:
-        options = ["no_compression" if argument == "compression" else argument for argument in FORMATS[other]]
-        refuse(args, [option for option in options if option in args], f"is not for --to {args.to}")
+        refuse(args, [option for option in FORMATS[other] if option in args], f"is not for --to {args.to}")
     arguments: dict[str, Any] = {
         "to": args.to,
         "family": args.family,
@@ -126,8 +128,7 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "mesh": args.mesh,
         "spec": given_spec(args.spec, args.mesh),
-        "compression": not args.no_compression,
-        "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
+        "memory_bytes": args.memory,
     }
 
 

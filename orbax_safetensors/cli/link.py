@@ -14,7 +14,6 @@ from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import add_mesh, given_spec
 from orbax_safetensors.cli.plan_tables import orbax_over_reads, orbax_processes
 from orbax_safetensors.cli.tables import Facts, Printer, Seconds, Size
-from orbax_safetensors.link.link_request import CHUNK_BYTES
 from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 
 # argparse leaves these texts as they are.
@@ -48,9 +47,12 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
     parser.add_argument("destination", metavar="DESTINATION", nargs="?")
     add_family(parser)
     add_mesh(parser)
-    parser.add_argument("--chunk", type=parse_bytes, metavar="BYTES", help="largest chunk, as 4MiB (default: 16MiB)")
     parser.add_argument(
-        "--memory", type=parse_bytes, metavar="BYTES", help="memory for making arrays, as 2GB (default: 2GiB)"
+        "--memory",
+        type=parse_bytes,
+        default=MEMORY_BYTES,
+        metavar="BYTES",
+        help="memory for making arrays, as 2GB (default: 2GiB)",
     )
     parser.add_argument("--hard-links", action="store_true", help="make hard links rather than symbolic ones")
     parser.add_argument("--plan", action="store_true", help="dry run: only print what would be made")
@@ -68,8 +70,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         "variant": variant(args),
         "mesh": args.mesh,
         "spec": given_spec(args.spec, args.mesh),
-        "chunk_bytes": CHUNK_BYTES if args.chunk is None else args.chunk,
-        "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
+        "memory_bytes": args.memory,
     }
     if args.plan:
         refuse(args, ("resume", "hard_links", "distributed"), "is not for --plan")

@@ -63,11 +63,9 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     if together(
         new_key("job"),
         lambda: is_orbax(absolute_path(args.source)),
-        lambda found: repr((found, args.max_file_bytes, args.no_compression)),
+        lambda found: repr((found, args.max_file_bytes)),
         check=same_arguments,
     ):
         refuse(args, ("max_file_bytes",), "is for safetensors, and SOURCE is a checkpoint of Orbax")
-    else:
-        refuse(args, ("no_compression",), "is for Orbax, and SOURCE is not a checkpoint of Orbax")
     arguments["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
     return report_conversion(args, output, reshard, arguments)

@@ -67,7 +67,7 @@ def test_what_maxtext_wrote(cli, tmp_path):
 
 def test_the_options_to_orbax(cli, tmp_path):
     result = cli(
-        "convert", QWEN3, tmp_path / "orbax", *TO_ORBAX, "--step", "7", "--no-compression",
+        "convert", QWEN3, tmp_path / "orbax", *TO_ORBAX, "--step", "7",
         "--dtype", "norm|scale=float32", "--dtype", "kernel$=bfloat16", "--mesh", "fsdp=2,tensor=2",
         "--spec", "wi_0=fsdp,-,tensor", "--spec", "embedding=fsdp+tensor", "--spec", "wo=,,tensor",
     )  # fmt: skip
@@ -180,7 +180,6 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["convert", QWEN3, "to", *TO_ORBAX, "--config", QWEN3], "--config is not for --to orbax"),
         (["convert", ORBAX, "to", *TO_SAFETENSORS, "--mesh", "x=2"], "--mesh is not for --to safetensors"),
         (["convert", ORBAX, "to", *TO_SAFETENSORS, "--step", "0"], "--step is not for --to safetensors"),
-        (["convert", ORBAX, "to", *TO_SAFETENSORS, "--no-compression"], "--no-compression is not for"),
         (["convert", QWEN3, "to", "--to", "orbax", "--variant", "scan_layers=false"], "--variant needs a --family"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "float99"], "expected DTYPE or REGEX=DTYPE"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "(=float32"], "is not a regular expression"),
@@ -205,7 +204,6 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["plan", QWEN3, "--mesh", "x=2", "--spec", "nrom=x"], "error: --spec: 'nrom' is found in none of"),
         (["reshard", ORBAX, "to", "--max-file-bytes", "5GB"], "--max-file-bytes is for safetensors"),
         (["reshard", QWEN3, "to", "--max-file-bytes", "5GB", "--mesh", "x=2"], "--max-file-bytes is not for a --mesh"),
-        (["reshard", QWEN3, "to", "--no-compression"], "--no-compression is for Orbax"),
         (["reshard", QWEN3, "to", "--to", "orbax"], "there is no option --to"),
         (["reshard", QWEN3, "to", "--plan"], "there is no option --plan"),
     ],

@@ -72,7 +72,7 @@ def test_a_plan_with_a_mesh(cli, tmp_path):
         (["--plan", "--resume"], "--resume is not for --plan"),
         (["--plan", "--hard-links"], "--hard-links is not for --plan"),
         (["--spec", "mlp=fsdp"], "--spec names the axes of a --mesh"),
-        (["--chunk", "many"], "--chunk"),
+        (["--memory", "many"], "--memory"),
     ],
 )
 def test_mistakes_in_the_command_line(cli, tmp_path, more, said):
