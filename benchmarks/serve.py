@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.append(os.fspath(Path(__file__).parents[1]))
 
-from tests.support.servers.faults import Delay
+from tests.support.servers.faults import Call
 from tests.support.servers.files import Files
 from tests.support.servers.objects import Object, read
 from tests.support.servers.server import Bytes, Request, Response, Server
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.02, help="seconds before each answer")
     args = parser.parse_args()
     with Server(Counted(args.directory)) as server:
-        server.fail(Delay(args.latency), path="/[!.]*", times=None)
+        server.fail(Call(lambda: time.sleep(args.latency)), path="/[!.]*", times=None)
         print(server.url, flush=True)
         signal.pause()
 

@@ -29,7 +29,7 @@ def refused(job: dict[str, Any]) -> dict[str, Any]:
 
     errors = []
     for _ in range(2):
-        with mock.patch.object(hub_api.HubApi, "contents", refuse) if mine else contextlib.nullcontext():
+        with mock.patch.object(hub_api.HubApi, "commit", refuse) if mine else contextlib.nullcontext():
             try:
                 _restored(job, jax.devices())
             except ost.StorageError as error:
@@ -70,7 +70,8 @@ def _restored(job: dict[str, Any], devices: list[jax.Device]) -> list[float]:
     """The values of rows over `devices` that there are in this process."""
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
     item = dict.fromkeys(job["names"], jax.ShapeDtypeStruct(tuple(job["shape"]), np.float32, sharding=sharding))
-    options = ost.SafetensorsOptions(join_timeout_secs=hang.SECONDS / 2)
+    named = {"user_agent": _user_agent()}
+    options = ost.SafetensorsOptions(join_timeout_secs=hang.SECONDS / 2, storage_options=named)
     found = ost.SafetensorsHandler(options=options).restore(job["url"], ost.SafetensorsRestore(item))
     return sorted(
         {float(value) for leaf in found.values() for one in leaf.addressable_shards for value in np.unique(one.data)}
@@ -79,4 +80,9 @@ def _restored(job: dict[str, Any], devices: list[jax.Device]) -> list[float]:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Restores rows, several times; tells the values that each time there are in this process."""
-    return {"values": [_restored(job, jax.devices()) for _ in range(job["times"])], "process": os.getpid()}
+    return {"values": [_restored(job, jax.devices()) for _ in range(job["times"])], "user_agent": _user_agent()}
+
+
+def _user_agent() -> str:
+    """What the servers see of this process."""
+    return f"process {os.getpid()}"

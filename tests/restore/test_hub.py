@@ -1,7 +1,6 @@
 """Checkpoints on the Hub: restored by ranges, of one commit, whatever fails on the way, and looked at."""
 
 import json
-import os
 
 import huggingface_hub
 import jax
@@ -17,7 +16,6 @@ from orbax_safetensors.storage import remote, retries
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.roots import TESTDATA
 from tests.support.servers.faults import Answer, Call, Cut
-from tests.support.servers.hub import STRANGER
 
 RNG = np.random.default_rng(0)
 # Rows of `wide` are far enough apart that a column of it is read row by row.
@@ -69,7 +67,7 @@ def right(found, expected=TENSORS):
     return found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("path", ["", "/", "@main", "/one", "/one/model.safetensors"])
+@pytest.mark.parametrize("path", ["@main", "/one", "/one/model.safetensors"])
 def test_everything_comes_back(hub, commit, path):
     url = f"{hub.url}{path}"
     checkpoint = ost.open_checkpoint(url)
@@ -99,11 +97,10 @@ def test_headers_are_a_request_to_the_hub_and_one_to_the_network_for_each_file(h
     assert [one.range for one in hub.network_server.log] == [head] * 2
 
 
-@pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P("y"), P()])
-def test_shards_and_what_is_read_for_them(hub, commit, mesh, spec):
+def test_shards_and_what_is_read_for_them(hub, commit, mesh):
     item = {
         name: jax.ShapeDtypeStruct(
-            array.shape, array.dtype, sharding=NamedSharding(mesh, P("x") if array.ndim == 1 else spec)
+            array.shape, array.dtype, sharding=NamedSharding(mesh, P("x") if array.ndim == 1 else P("x", "y"))
         )
         for name, array in TENSORS.items()
     }
@@ -118,14 +115,6 @@ def test_shards_and_what_is_read_for_them(hub, commit, mesh, spec):
     # The commit, each file, and the index, for which the Hub asks to be asked elsewhere: however many ranges are read.
     assert [one.method for one in hub.server.log].count("HEAD") == 4
     assert len(hub.server.log) == 6
-    assert {one.process for one in hub.network_server.log} == {os.getpid()}
-
-
-def test_a_part_of_a_checkpoint(hub, commit):
-    item = {"bias": jax.ShapeDtypeStruct((16,), np.float32)}
-    found = ost.SafetensorsHandler().restore(hub.url, ost.SafetensorsRestore(item, partial_restore=True))
-    assert same(found["bias"], TENSORS["bias"])
-    assert hub.network_server.sent() <= 2 * remote.HEAD_BYTES + 64
 
 
 def test_faults_on_the_way_do_not_show(hub, commit):
@@ -134,13 +123,6 @@ def test_faults_on_the_way_do_not_show(hub, commit):
     for fault in (Answer(503), Answer(429, {"Retry-After": "0"}), Cut(None, "reset")):
         hub.server.fail(fault, skip=1, times=2)
     assert right(restored(hub.url))
-
-
-def test_links_that_are_good_for_a_few_requests(hub, commit):
-    hub.network.uses = 5
-    assert right(restored(f"{hub.url}/one", threads=1, max_gap_bytes=0))
-    resolved = [one for one in hub.server.log if "/resolve/" in one.path]
-    assert len(resolved) <= 1 + len(hub.network_server.log) // 5
 
 
 def test_a_branch_that_moves_on_half_way(hub, commit, files):
@@ -163,13 +145,6 @@ def test_what_is_missing(hub, commit, files):
     commit = hub.commit({"README.md": b""})
     with pytest.raises(ost.MissingError, match=rf"{hub.url}@{commit}: holds no .safetensors file"):
         ost.open_checkpoint(hub.url)
-
-
-def test_a_gated_repository(hub, commit):
-    hub.hub.repositories[hub.name].gated = True
-    assert right(restored(hub.url))
-    with pytest.raises(ost.StorageError, match="GatedRepo .*: ask for access at"):
-        restored(hub.url, storage_options={"token": STRANGER})
 
 
 def test_a_config_beside_the_files(hub, commit, files):
@@ -204,19 +179,19 @@ def test_ways_in(hub, commit):
 
 @pytest.mark.parametrize(
     "command",
-    [["inspect"], ["inspect", "--json"], ["verify"], ["plan", "--mesh", "data=2", "--json"]],
+    [["inspect", "--json"], ["verify"]],
     ids=lambda command: " ".join(command),
 )
 def test_commands(hub, commit, capsys, command):
     assert main([*command, f"{hub.url}@main"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert f"{hub.url}@{commit}" in out or command == ["inspect"]
+    assert f"{hub.url}@{commit}" in out
     assert SECOND in out or command == ["verify"]
 
 
 def test_commands_say_why_not(hub, commit, capsys, monkeypatch):
-    hub.hub.repositories[hub.name].private = True
+    hub.server.fail(Answer(401), times=None)
     monkeypatch.delenv("HF_TOKEN")
     assert main(["inspect", hub.url]) == 1
     assert "or it is private: then set HF_TOKEN" in capsys.readouterr().err

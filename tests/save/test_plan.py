@@ -26,7 +26,6 @@ from orbax_safetensors.save.contents import Contents
 from orbax_safetensors.storage import upload
 from orbax_safetensors.transfer.plan import Block, locations, transfer_plan
 from tests.support.roots import TESTDATA
-from tests.support.servers import gcs
 
 QWEN3 = TESTDATA / "qwen3"
 SIZES, AXES = (2, 4), ("data", "model")
@@ -132,7 +131,6 @@ def stored(gcs, monkeypatch):
 def test_to_an_object_store_in_parts(stored, monkeypatch):
     """What one process is said to ask the store for is what it asks it for."""
     monkeypatch.setattr(upload, "PART_BYTES", 2**20)
-    monkeypatch.setattr(gcs, "MIN_PART_BYTES", 2**20)
     url = f"{stored.url}/x"
     tree = {"big": np.zeros(3 * 2**20, np.uint8), "small": np.ones(5, np.float32)}
     ost.SafetensorsHandler().save(f"{stored.url}/y", ost.SafetensorsSave(tree))

@@ -12,7 +12,6 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import hub_api
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.hub_files import FILES
-from tests.support.servers.hub import STRANGER
 from tests.support.servers.server import Bytes, Response, Server
 
 pytestmark = pytest.mark.usefixtures("nobody")
@@ -21,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("nobody")
 def test_options_instead_of_the_environment(hub, commit, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    store, path = store_of(hub.url, {"endpoint": hub.server.url + "/", "token": STRANGER})
+    store, path = store_of(hub.url, {"endpoint": hub.server.url + "/", "token": "hf_stranger"})
     assert store.list(path)
-    assert hub.server.log[-1].headers["Authorization"] == f"Bearer {STRANGER}"
+    assert hub.server.log[-1].headers["Authorization"] == "Bearer hf_stranger"
     with pytest.raises(SafetensorsError, match=r"'root_certificate' are not for the Hub: .* SSL_CERT_FILE") as caught:
         store_of(hub.url, {"root_certificate": "SECRET"})
     assert "SECRET" not in str(caught.value)

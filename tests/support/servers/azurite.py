@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from email.utils import formatdate
 
 from tests.support.servers import processes
-from tests.support.servers.forward import Forward
-from tests.support.servers.server import Request
+from tests.support.servers.server import App, Request
 
 # The account that every emulator has, and its key, which is no secret.
 ACCOUNT = "devstoreaccount1"
@@ -27,7 +26,7 @@ def serving(command: str) -> Iterator[str]:
         yield url
 
 
-def create_container(forward: Forward, name: str) -> None:
+def create_container(app: App, name: str) -> None:
     """Makes a container, which obstore does not."""
     request = Request("PUT", f"/{ACCOUNT}/{name}?restype=container")
     signed = f"x-ms-date:{formatdate(usegmt=True)}\nx-ms-version:{_VERSION}"
@@ -37,7 +36,7 @@ def create_container(forward: Forward, name: str) -> None:
     text = "\n".join(["PUT", *[""] * 11, signed, f"/{ACCOUNT}/{ACCOUNT}/{name}", "restype:container"])
     digest = hmac.digest(base64.b64decode(KEY), text.encode(), hashlib.sha256)
     request.headers.add_header("Authorization", f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}")
-    response = forward(request)
+    response = app(request)
     response.body.close()
     if response.status != 201:
         raise RuntimeError(f"Azurite makes no container: {response.status} {response.headers}")

@@ -12,13 +12,6 @@ from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
-class Delay:
-    """The answer comes later. Other requests are not held up by that."""
-
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Call:
     """Before the request is answered, `function` is called, in a thread of the server."""
 
@@ -59,4 +52,4 @@ class Cut:
     then: Literal["reset", "close", "stall"]
 
 
-Fault = Delay | Call | Answer | IgnoreRange | SetHeader | Cut
+Fault = Call | Answer | IgnoreRange | SetHeader | Cut

@@ -1,20 +1,13 @@
-"""A directory over plain HTTP, as a web server has it: reads only, and no listing.
-
-Run as a module, it serves from a process of its own, for benchmarks: nothing of it runs in the process that is
-measured.
-"""
+"""A directory over plain HTTP, as a web server has it: reads only, and no listing."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import signal
 from pathlib import Path
 from typing import BinaryIO
 
-from tests.support.servers.faults import Delay
 from tests.support.servers.objects import Object, read
-from tests.support.servers.server import FilePart, Request, Response, Server
+from tests.support.servers.server import FilePart, Request, Response
 
 
 class Files:
@@ -41,19 +34,3 @@ def _object(file: BinaryIO) -> Object:
     status = os.fstat(file.fileno())
     etag = f"{status.st_mtime_ns:x}-{status.st_size:x}"
     return Object(status.st_size, etag, status.st_mtime, lambda start, stop: FilePart(file, start, stop))
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description="Serves a directory over HTTP until it is killed.")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer")
-    arguments = parser.parse_args()
-    with Server(Files(arguments.directory)) as server:
-        if arguments.latency:
-            server.fail(Delay(arguments.latency), times=None)
-        print(server.url, flush=True)
-        signal.pause()
-
-
-if __name__ == "__main__":
-    _main()

@@ -5,7 +5,7 @@
         s3.server.fail(Answer(503), method="GET", times=3)
         options = ost.SafetensorsOptions(storage_options=s3.options)
         ...  # reads f"{s3.url}/model.safetensors"
-        assert s3.server.sent(method="GET", process=os.getpid()) == len(data)
+        assert s3.server.sent(method="GET") == len(data)
 
 `s3` is moto and `azure` Azurite, each a process for the whole session; `gcs`, `web` and `hub` are ours. `orbax_gcs` is
 as `gcs`, but found through the environment, also by Orbax. Where what one needs is not installed its tests are skipped,
@@ -31,7 +31,7 @@ from tests.support.servers import gcs as google
 from tests.support.servers import hub as huggingface
 from tests.support.servers.faults import Answer
 from tests.support.servers.files import Files
-from tests.support.servers.forward import Forward
+from tests.support.servers.forward import forward
 from tests.support.servers.gcs_json import GcsWithJson
 from tests.support.servers.processes import serving
 from tests.support.servers.server import Request, Server
@@ -109,14 +109,15 @@ def moto() -> Iterator[str]:
 def s3(moto: str) -> Iterator[Place]:
     """A bucket of S3."""
     bucket = f"bucket-{next(_number)}"
-    with Forward(moto) as forward, Server(forward) as server:
+    app = forward(moto)
+    with Server(app) as server:
         options = {
             "aws_endpoint_url": server.url,
             "aws_access_key_id": "test",
             "aws_secret_access_key": "test",
             "aws_region": "us-east-1",
         }
-        forward(Request("PUT", f"/{bucket}")).body.close()
+        app(Request("PUT", f"/{bucket}"))
         expired = Answer(400, _XML, b"<Error><Code>ExpiredToken</Code></Error>")
         yield Place(f"s3://{bucket}", server, options, expired)
 
@@ -179,8 +180,9 @@ def azurite_url() -> Iterator[str]:
 def azure(azurite_url: str) -> Iterator[Place]:
     """A container of Azure Blob Storage."""
     container = f"container-{next(_number)}"
-    with Forward(azurite_url) as forward, Server(forward) as server:
-        azurite.create_container(forward, container)
+    app = forward(azurite_url)
+    with Server(app) as server:
+        azurite.create_container(app, container)
         options = {
             "azure_storage_account_name": azurite.ACCOUNT,
             "azure_storage_account_key": azurite.KEY,

@@ -15,7 +15,7 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
-from tests.support.servers.gcs import Gcs, Stored
+from tests.support.servers.gcs import Gcs, Stored, listed
 from tests.support.servers.server import Bytes, Request, Response
 
 # Entries of a listing that come at once; of Google's there are 1000.
@@ -57,12 +57,9 @@ class GcsWithJson:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         first, last = query.get("startOffset", ""), query.get("endOffset")
         after = base64.urlsafe_b64decode(query.get("pageToken", "")).decode()
-        # By name, an object, or None for what several have in common.
-        found: dict[str, Stored | None] = {}
-        for name, stored in sorted(self._gcs.buckets.get(bucket, {}).items()):
-            if name.startswith(prefix) and name >= first and (not last or name < last):
-                head, separator, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
-                found[prefix + head + separator if separator else name] = None if separator else stored
+        objects = self._gcs.buckets.get(bucket, {})
+        inside = {name: objects[name] for name in objects if name >= first and (not last or name < last)}
+        found = listed(inside, prefix, delimiter)
         names = [name for name in found if name > after]
         shown = names[: min(int(query.get("maxResults", _PAGE)), _PAGE)]
         answer: dict[str, Any] = {
@@ -133,7 +130,7 @@ class GcsWithJson:
             return _error(404, "The specified bucket does not exist.")
         if (refused := _refused(request, objects.get(name))) is not None:
             return refused
-        self._gcs._store(request, objects, name, data, hashlib.md5(data).hexdigest(), {})
+        self._gcs.store(objects, name, data, hashlib.md5(data).hexdigest(), {})
         return _json(_facts(bucket, name, objects[name]))
 
 

@@ -26,8 +26,7 @@ from typing import BinaryIO, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from tests.support import hang
-from tests.support.servers.faults import Answer, Call, Cut, Delay, Fault, IgnoreRange, SetHeader
-from tests.support.servers.peers import client_of
+from tests.support.servers.faults import Answer, Call, Cut, Fault, IgnoreRange, SetHeader
 
 # Bytes given to the kernel at a time: few enough to count what a broken connection took, many enough to be fast.
 _PIECE = 1 << 20
@@ -135,7 +134,7 @@ App = Callable[[Request], Response]
 
 @dataclasses.dataclass
 class Exchange:
-    """What the log has of one request: what was asked, by which process, and what it got."""
+    """What the log has of one request: what was asked, and what it got."""
 
     method: str
     path: str
@@ -144,8 +143,6 @@ class Exchange:
     headers: http.client.HTTPMessage
     # Bytes of the request's body.
     received: int
-    # The id of the process that asked, if it could be found.
-    process: int | None
     # None as long as, or if, no answer is sent.
     status: int | None = None
     # Bytes of the response's body that the kernel took; a client that went away has received at most these.
@@ -230,7 +227,7 @@ class Server:
         """The next `times` requests get `fault`; all with None. Those are meant that match `method`, `path` and `when`.
 
         `method` and `path` are glob patterns, `path` of the decoded path without its query. The first `skip` requests
-        that match are spared. A request gets the faults of all rules that match it: delays and calls first, in the
+        that match are spared. A request gets the faults of all rules that match it: calls first, in the
         order of the rules, then what they make of the answer. The first rule with an answer or a cut wins.
         """
 
@@ -264,7 +261,7 @@ class Server:
             return list(self._log)
 
     def sent(self, **kept: object) -> int:
-        """Bytes of bodies sent to requests whose log entry has these values, as `method="GET"` or `process=1234`."""
+        """Bytes of bodies sent to requests whose log entry has these values, as `method="GET"`."""
         return sum(e.sent for e in self.log if all(getattr(e, name) == value for name, value in kept.items()))
 
     def _await_quiet(self) -> None:
@@ -285,10 +282,9 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            process = client_of(connection)
             with connection, connection.makefile("rb") as stream:
                 while (request := _read(connection, stream)) is not None:
-                    if not self._exchange(connection, request, process):
+                    if not self._exchange(connection, request):
                         break
         except (ConnectionError, http.client.HTTPException):
             # The client went away, as it may.
@@ -297,7 +293,7 @@ class Server:
             with self._changed:
                 del self._connections[connection]
 
-    def _exchange(self, connection: socket.socket, request: Request, process: int | None) -> bool:
+    def _exchange(self, connection: socket.socket, request: Request) -> bool:
         """Answers one request; whether the connection can be used again."""
         entry = Exchange(
             request.method,
@@ -306,7 +302,6 @@ class Server:
             request.range,
             request.headers,
             len(request.body),
-            process,
         )
         with self._changed:
             self._log.append(entry)
@@ -337,10 +332,7 @@ class Server:
 
     def _answer(self, request: Request, faults: Iterable[Fault]) -> Response:
         for fault in faults:
-            if isinstance(fault, Delay):
-                if self._ending.wait(fault.seconds):
-                    raise ConnectionError("the server ended first")
-            elif isinstance(fault, Call):
+            if isinstance(fault, Call):
                 fault.function()
             elif isinstance(fault, IgnoreRange):
                 request = dataclasses.replace(request, headers=_without(request.headers, "Range"))
