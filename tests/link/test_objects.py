@@ -156,7 +156,7 @@ def test_what_makes_it_a_checkpoint_is_written_last(url, objects):
     assert [name for _, name in in_order[-2:]] == ["_METADATA", "commit_success.txt"]
 
 
-@pytest.mark.parametrize("name", ["manifest.ocdbt", "d/mine", "_METADATA", "made/mine"])
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "made/mine"])
 def test_a_name_that_is_in_the_way(name, url, objects):
     (epath.Path(url) / name).write_bytes(b"mine")
     before = content(objects)
@@ -229,7 +229,7 @@ def killed(*_):
     raise KilledError
 
 
-@pytest.mark.parametrize("name", ["manifest.ocdbt", "_sharding", "_METADATA", "commit_success.txt"])
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "commit_success.txt"])
 def test_interrupted_and_resumed(name, url, objects):
     """Leaves that have been made are not made again."""
     before, write_bytes = content(objects), type(directories.fresh(url)).write_bytes

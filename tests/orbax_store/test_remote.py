@@ -18,7 +18,6 @@ from tests.support.files import random_bits
 from tests.support.files import write as write_files
 from tests.support.orbax_items import (
     LEAVES,
-    all_formats,
     fill,
     is_values,
     leaf_of,
@@ -33,6 +32,11 @@ from tests.support.roots import TESTDATA
 from tests.support.servers.faults import Answer
 from tests.support.sinks import missing, step_sink
 from tests.support.steps import step_of
+
+# `test_items.py` has all of them on a disk.
+two_formats = pytest.mark.parametrize(
+    ("ocdbt", "zarr3"), [(True, True), (False, False)], ids=["ocdbt zarr3", "files zarr2"]
+)
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def names_of(objects):
     return {re.sub(r"/d/[0-9a-f]{32}$", "/d/*", name).partition("/")[2] for name in objects}
 
 
-@all_formats
+@two_formats
 def test_what_orbax_has_written(url, mesh, ocdbt, zarr3):
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
     with ocp.CheckpointManager(url, item_handlers={"items": handler}) as manager:
@@ -94,7 +98,7 @@ def test_what_orbax_has_written(url, mesh, ocdbt, zarr3):
     same_bits(out, values()["params.kernel"][2:5, 1:6])
 
 
-@all_formats
+@two_formats
 def test_orbax_restores_what_is_written(url, mesh, objects, ocdbt, zarr3):
     write(url, ocdbt=ocdbt, zarr3=zarr3, custom_metadata={"scan_layers": True})
     opened_values(url)
@@ -152,7 +156,7 @@ def test_several_items(url):
 # What is not finished.
 
 
-@all_formats
+@two_formats
 def test_nothing_opens_before_it_is_done(url, ocdbt, zarr3):
     names = list(LEAVES)
     give_up(url, names[:5], ocdbt=ocdbt, zarr3=zarr3)
@@ -234,11 +238,9 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("stage", "ocdbt"), [(stage, ocdbt) for stage in STAGES for ocdbt in (True, False) if ocdbt or stage != "merge"]
-)
-def test_a_commit_that_fails(url, objects, stage, ocdbt, monkeypatch):
-    with step_sink(url, tree_of(leaf_of), ocdbt=ocdbt) as sink:
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_commit_that_fails(url, objects, stage, monkeypatch):
+    with step_sink(url, tree_of(leaf_of)) as sink:
         fill(sink, values())
         with monkeypatch.context() as patched:
 
@@ -249,13 +251,13 @@ def test_a_commit_that_fails(url, objects, stage, ocdbt, monkeypatch):
             with pytest.raises(StorageError, match="nothing works"):
                 sink.commit()
     is_not_there(url)
-    with step_sink(url, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
+    with step_sink(url, tree_of(leaf_of), resume=True) as sink:
         assert not any(missing(sink, name) for name in LEAVES)
         sink.commit()
     opened_values(url)
     ours = names_of(objects)
     objects.clear()
-    write(url, ocdbt=ocdbt)
+    write(url)
     assert ours == names_of(objects)
 
 
@@ -294,7 +296,7 @@ def test_what_others_have_written_since(url, objects):
         open_orbax(url)
 
 
-@all_formats
+@two_formats
 def test_the_state_tells_what_has_changed(url, objects, ocdbt, zarr3):
     write(url, ocdbt=ocdbt, zarr3=zarr3)
     write(url, step=1)

@@ -1,4 +1,7 @@
-"""Checkpoints on object stores: saved in parts that go out in order, and restored."""
+"""Checkpoints on object stores: saved in parts that go out in order, and restored.
+
+What does not depend on parts is the same on all of them, and is tested on one.
+"""
 
 import json
 
@@ -63,27 +66,27 @@ def sharded(mesh):
     return jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), WHOLE, specs)
 
 
-def test_a_state_without_arrays_comes_back(place):
+def test_a_state_without_arrays_comes_back(s3):
     state = optax.sgd(0.1).init({"w": WHOLE["a"]})
-    directory = save(place, state)
-    assert ost.verify(directory, options=options(place)) == []
-    assert restore(place, directory, ost.SafetensorsRestore(state)) == state
+    directory = save(s3, state)
+    assert ost.verify(directory, options=options(s3)) == []
+    assert restore(s3, directory, ost.SafetensorsRestore(state)) == state
 
 
 @pytest.mark.parametrize("max_file_bytes", [5_000_000_000, 1_500_000])
-def test_what_is_saved_comes_back(place, mesh, max_file_bytes, tmp_path):
-    directory = save(place, sharded(mesh), max_file_bytes=max_file_bytes, config={"architectures": ["X"]})
-    assert ost.verify(directory, options=options(place)) == []
-    restored = restore(place, directory)
+def test_what_is_saved_comes_back(s3, mesh, max_file_bytes, tmp_path):
+    directory = save(s3, sharded(mesh), max_file_bytes=max_file_bytes, config={"architectures": ["X"]})
+    assert ost.verify(directory, options=options(s3)) == []
+    restored = restore(s3, directory)
     assert restored.keys() == NAMES.keys()
     assert all(same(restored[name], NAMES[name]) for name in NAMES)
     item = {"a": jax.ShapeDtypeStruct((512, 1024), np.float32, sharding=NamedSharding(mesh, P("y", "x")))}
-    (array,) = jax.tree.leaves(restore(place, directory, ost.SafetensorsRestore(item, partial_restore=True)))
+    (array,) = jax.tree.leaves(restore(s3, directory, ost.SafetensorsRestore(item, partial_restore=True)))
     assert same(array, NAMES["a"])
     # The bytes are those that a file has.
     ost.SafetensorsHandler().save(tmp_path, ost.SafetensorsSave(sharded(mesh), max_file_bytes=max_file_bytes))
     for path in tmp_path.glob("*.safetensors*"):
-        found = obstore.get(place.store(), f"saved/x/{path.name}").bytes()
+        found = obstore.get(s3.store(), f"saved/x/{path.name}").bytes()
         assert bytes(found) == path.read_bytes(), path.name
 
 
@@ -94,14 +97,14 @@ def test_an_object_of_many_parts(place):
     assert len([one for one in place.server.log if one.method == "PUT" and one.received > 2**20]) == 5
 
 
-def test_a_file_that_somebody_else_wrote(place, tmp_path):
+def test_a_file_that_somebody_else_wrote(s3, tmp_path):
     write(tmp_path / "x", NAMES)
-    obstore.put(place.store(), "d/any.safetensors", (tmp_path / "x").read_bytes())
+    obstore.put(s3.store(), "d/any.safetensors", (tmp_path / "x").read_bytes())
     for path in ("d", "d/", "d/any.safetensors"):
-        restored = restore(place, f"{place.url}/{path}")
+        restored = restore(s3, f"{s3.url}/{path}")
         assert all(same(restored[name], NAMES[name]) for name in NAMES)
-    with pytest.raises(ost.MissingError, match=rf"{place.url}/none: cannot be opened: there is no such object"):
-        restore(place, f"{place.url}/none")
+    with pytest.raises(ost.MissingError, match=rf"{s3.url}/none: cannot be opened: there is no such object"):
+        restore(s3, f"{s3.url}/none")
 
 
 def test_parts_that_fail_in_passing_are_sent_again(place):
@@ -136,24 +139,24 @@ def test_a_save_that_is_interrupted_gives_its_parts_back(s3, monkeypatch):
     assert any("uploadId" in one.query for one in s3.server.log if one.method == "DELETE")
 
 
-def test_the_index_comes_last(place):
-    save(place, WHOLE, max_file_bytes=1_500_000, config={"x": 1})
-    put = [one.path for one in place.server.log if one.method in ("PUT", "POST") and one.status and one.status < 300]
+def test_the_index_comes_last(s3):
+    save(s3, WHOLE, max_file_bytes=1_500_000, config={"x": 1})
+    put = [one.path for one in s3.server.log if one.method in ("PUT", "POST") and one.status and one.status < 300]
     assert put[-1].rpartition("/")[2] == INDEX_NAME
-    place.server.clear()
-    save(place, WHOLE, "saved/one", config={"x": 1})
-    put = [one.path for one in place.server.log if one.method in ("PUT", "POST") and one.status and one.status < 300]
+    s3.server.clear()
+    save(s3, WHOLE, "saved/one", config={"x": 1})
+    put = [one.path for one in s3.server.log if one.method in ("PUT", "POST") and one.status and one.status < 300]
     assert put[0].endswith("config.json")  # a reader that finds the tensors also finds the config
-    index = obstore.get(place.store(), "saved/x/model.safetensors.index.json").bytes()
+    index = obstore.get(s3.store(), "saved/x/model.safetensors.index.json").bytes()
     assert set(json.loads(bytes(index))["weight_map"]) == set(NAMES)
 
 
-def test_files_without_their_index_are_no_checkpoint(place):
-    directory = save(place, WHOLE, max_file_bytes=1_500_000)
-    names = objects(place)
-    obstore.delete(place.store(), [min(names), *(name for name in names if name.endswith(INDEX_NAME))])
+def test_files_without_their_index_are_no_checkpoint(s3):
+    directory = save(s3, WHOLE, max_file_bytes=1_500_000)
+    names = objects(s3)
+    obstore.delete(s3.store(), [min(names), *(name for name in names if name.endswith(INDEX_NAME))])
     with pytest.raises(ost.IndexFileError, match="is not complete: "):
-        ost.open_checkpoint(directory, options=options(place))
+        ost.open_checkpoint(directory, options=options(s3))
 
 
 def test_plain_servers_are_for_reading(web):

@@ -79,20 +79,20 @@ def test_a_server_that_says_when_is_given_that_time(clock):
     assert clock.pauses == [7.0 + retries.FIRST_WAIT]
 
 
-@pytest.mark.parametrize("status", [None, 408, 425, 429, 500, 502, 503, 504])
-def test_retryable_statuses(clock, status):
-    assert run(Request(RefusedError("no", status), answer=1)) == 1
+def test_retryable_statuses(clock):
+    for status in (None, 408, 425, 429, 500, 502, 503, 504):
+        assert run(Request(RefusedError("no", status), answer=1)) == 1
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 412, 416, 501, 505, 511])
-def test_fatal_statuses(clock, status):
-    for error in (RefusedError(f"answered {status}", status), obstore_error(f"{status} No")):
-        request = Request(error)
-        with pytest.raises(StorageError, match=rf"^{PATH}: reading failed: .*answered {status}") as caught:
-            run(request)
-        assert request.attempts == 1
-        assert "attempts" not in str(caught.value)
-        assert isinstance(caught.value, MissingError) == (status == 404 and isinstance(error, RefusedError))
+def test_fatal_statuses(clock):
+    for status in (400, 401, 403, 404, 409, 412, 416, 501, 505, 511):
+        for error in (RefusedError(f"answered {status}", status), obstore_error(f"{status} No")):
+            request = Request(error)
+            with pytest.raises(StorageError, match=rf"^{PATH}: reading failed: .*answered {status}") as caught:
+                run(request)
+            assert request.attempts == 1
+            assert "attempts" not in str(caught.value)
+            assert isinstance(caught.value, MissingError) == (status == 404 and isinstance(error, RefusedError))
 
 
 @pytest.mark.parametrize("kind", [exceptions.PermissionDeniedError, exceptions.PreconditionError])
