@@ -68,132 +68,53 @@ class Format:
     final: float = 1
     method: str | None = None
 
-    @property
-    def scales(self) -> ParameterFormat:
-        """Return the parameter that every format has."""
-        return self.parameters[0]
 
-
-_ZEROS = ParameterFormat(Role.ZERO, (".qzeros",), ("I32",))
-_SCALES = ParameterFormat(Role.SCALE, (".scales",), FLOATS)
 _PACKED_FACTS = (".weight_shape",)
-_BITSANDBYTES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
+
+# What formats store beside their codes.
+_EXPONENT = ParameterFormat(Role.SCALE, (".weight_scale",), ("U8",))
+_FP8_SCALE = ParameterFormat(Role.SCALE, (".weight_scale",), ("F8_E4M3",))
+_VALUES = ParameterFormat(Role.VALUES, (".weight.quant_map",), ("F32",))
+_PACKED = (
+    ParameterFormat(Role.SCALE, (".weight_scale",), FLOATS),
+    ParameterFormat(Role.ZERO, (".weight_zero_point",), ("I32",), required=False),
+    ParameterFormat(Role.GROUP, (".weight_g_idx",), ("I32",), required=False),
+)
+_WITH_DIVISOR = (_FP8_SCALE, ParameterFormat(Role.DIVISOR, (".weight_global_scale",), ("F32",)))
+_WITH_FACTOR = (_FP8_SCALE, ParameterFormat(Role.FACTOR, (".weight_scale_2",), ("F32",)))
+_FP8 = (ParameterFormat(Role.SCALE, ("_scale_inv", "_scale"), (*FLOATS, *EXPONENTS)),)
+_FP8_OF_MODULE = (ParameterFormat(Role.SCALE, (".scale", ".qscale_weight"), (*FLOATS, *EXPONENTS)),)
+_AWQ = (
+    ParameterFormat(Role.SCALE, (".scales",), FLOATS),
+    ParameterFormat(Role.ZERO, (".qzeros",), ("I32",)),
+)
+_GPTQ = (*_AWQ, ParameterFormat(Role.GROUP, (".g_idx",), ("I32",), required=False))
+_BLOCKWISE = (ParameterFormat(Role.SCALE, (".weight.absmax",), ("F32",)), _VALUES)
+_NESTED = (
+    ParameterFormat(Role.SCALE, (".weight.absmax",), ("U8",)),
+    _VALUES,
+    ParameterFormat(Role.SCALE_VALUES, (".weight.nested_quant_map",), ("F32",)),
+    ParameterFormat(Role.FACTOR, (".weight.nested_absmax",), ("F32",)),
+)
+_OF_MODULE = (ParameterFormat(Role.SCALE, (".scale",), ("F8_E8M0",)),)
+_EXPERTS = (ParameterFormat(Role.SCALE, ("_scales",), ("U8",)),)
+_SCB = (ParameterFormat(Role.SCALE, (".SCB",), ("F32",)),)
 
 FORMATS = (
     # compressed-tensors, as llm-compressor writes it.
-    Format(
-        "int{bits}",
-        ".weight_packed",
-        ".weight",
-        ("I32",),
-        "offset{bits}",
-        None,
-        (
-            ParameterFormat(Role.SCALE, (".weight_scale",), FLOATS),
-            ParameterFormat(Role.ZERO, (".weight_zero_point",), ("I32",), required=False),
-            ParameterFormat(Role.GROUP, (".weight_g_idx",), ("I32",), required=False),
-        ),
-        facts=_PACKED_FACTS,
-    ),
-    Format(
-        "NVFP4",
-        ".weight_packed",
-        ".weight",
-        ("U8",),
-        "F4",
-        4,
-        (
-            ParameterFormat(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
-            ParameterFormat(Role.DIVISOR, (".weight_global_scale",), ("F32",)),
-        ),
-        facts=_PACKED_FACTS,
-        group=16,
-    ),
-    Format(
-        "MXFP4",
-        ".weight_packed",
-        ".weight",
-        ("U8",),
-        "doubled F4",
-        4,
-        (ParameterFormat(Role.SCALE, (".weight_scale",), ("U8",)),),
-        facts=_PACKED_FACTS,
-        group=32,
-    ),
+    Format("int{bits}", ".weight_packed", ".weight", ("I32",), "offset{bits}", None, _PACKED, facts=_PACKED_FACTS),
+    Format("NVFP4", ".weight_packed", ".weight", ("U8",), "F4", 4, _WITH_DIVISOR, facts=_PACKED_FACTS, group=16),
+    Format("MXFP4", ".weight_packed", ".weight", ("U8",), "doubled F4", 4, (_EXPONENT,), facts=_PACKED_FACTS, group=32),
     # NVIDIA ModelOpt, AMD Quark, DeepSeek-V4, gpt-oss.
+    Format("NVFP4", ".weight", ".weight", ("U8",), "F4", 4, _WITH_FACTOR, group=16),
+    Format("MXFP4", ".weight", ".weight", ("U8",), "doubled F4", 4, (_EXPONENT,), group=32),
+    Format("MXFP4", ".weight", ".weight", ("I8",), "F4", 4, _OF_MODULE, group=32),
+    Format("MXFP4", "_blocks", "", ("U8",), "doubled F4", 4, _EXPERTS, CodeLayout.BLOCKS, group=32),
+    Format("fp8", "", "", ("F8_E4M3",), "F8_E4M3", 8, _FP8),
+    Format("fp8", ".weight", ".weight", ("F8_E4M3",), "F8_E4M3", 8, _FP8_OF_MODULE),
     Format(
-        "NVFP4",
-        ".weight",
-        ".weight",
-        ("U8",),
-        "F4",
-        4,
-        (
-            ParameterFormat(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
-            ParameterFormat(Role.FACTOR, (".weight_scale_2",), ("F32",)),
-        ),
-        group=16,
-    ),
-    Format(
-        "MXFP4",
-        ".weight",
-        ".weight",
-        ("U8",),
-        "doubled F4",
-        4,
-        (ParameterFormat(Role.SCALE, (".weight_scale",), ("U8",)),),
-        group=32,
-    ),
-    Format(
-        "MXFP4",
-        ".weight",
-        ".weight",
-        ("I8",),
-        "F4",
-        4,
-        (ParameterFormat(Role.SCALE, (".scale",), ("F8_E8M0",)),),
-        group=32,
-    ),
-    Format(
-        "MXFP4",
-        "_blocks",
-        "",
-        ("U8",),
-        "doubled F4",
-        4,
-        (ParameterFormat(Role.SCALE, ("_scales",), ("U8",)),),
-        CodeLayout.BLOCKS,
-        group=32,
-    ),
-    Format(
-        "fp8",
-        "",
-        "",
-        ("F8_E4M3",),
-        "F8_E4M3",
-        8,
-        (ParameterFormat(Role.SCALE, ("_scale_inv", "_scale"), (*FLOATS, *EXPONENTS)),),
-    ),
-    Format(
-        "fp8",
-        ".weight",
-        ".weight",
-        ("F8_E4M3",),
-        "F8_E4M3",
-        8,
-        (ParameterFormat(Role.SCALE, (".scale", ".qscale_weight"), (*FLOATS, *EXPONENTS)),),
-    ),
-    Format(
-        "AWQ",
-        ".qweight",
-        ".weight",
-        ("I32",),
-        "unsigned4",
-        4,
-        (_SCALES, _ZEROS),
-        CodeLayout.INPUTS,
-        Order.EVEN_FIRST,
-        method="awq",
+        "AWQ", ".qweight", ".weight", ("I32",), "unsigned4", 4, _AWQ, CodeLayout.INPUTS, Order.EVEN_FIRST, method="awq"
     ),
     Format(
         "GPTQ {bits} bits",
@@ -202,7 +123,7 @@ FORMATS = (
         ("I32",),
         "unsigned{bits}",
         None,
-        (_SCALES, _ZEROS, ParameterFormat(Role.GROUP, (".g_idx",), ("I32",), required=False)),
+        _GPTQ,
         CodeLayout.INPUT_WORDS,
         method="gptq",
     ),
@@ -214,15 +135,10 @@ FORMATS = (
         ("U8",),
         "F4",
         4,
-        (
-            ParameterFormat(Role.SCALE, (".weight.absmax",), ("U8",)),
-            ParameterFormat(Role.VALUES, (".weight.quant_map",), ("F32",)),
-            ParameterFormat(Role.SCALE_VALUES, (".weight.nested_quant_map",), ("F32",)),
-            ParameterFormat(Role.FACTOR, (".weight.nested_absmax",), ("F32",)),
-        ),
+        _NESTED,
         CodeLayout.FLAT,
         Order.HIGH_FIRST,
-        tuple(f".weight{state}" for state in _BITSANDBYTES),
+        _STATES,
     ),
     Format(
         "bitsandbytes 4 bits",
@@ -231,23 +147,12 @@ FORMATS = (
         ("U8",),
         "F4",
         4,
-        (
-            ParameterFormat(Role.SCALE, (".weight.absmax",), ("F32",)),
-            ParameterFormat(Role.VALUES, (".weight.quant_map",), ("F32",)),
-        ),
+        _BLOCKWISE,
         CodeLayout.FLAT,
         Order.HIGH_FIRST,
-        tuple(f".weight{state}" for state in _BITSANDBYTES),
+        _STATES,
     ),
     Format(
-        "bitsandbytes int8",
-        ".weight",
-        ".weight",
-        ("I8",),
-        "int8",
-        8,
-        (ParameterFormat(Role.SCALE, (".SCB",), ("F32",)),),
-        facts=(".weight_format",),
-        final=1 / 127,
+        "bitsandbytes int8", ".weight", ".weight", ("I8",), "int8", 8, _SCB, facts=(".weight_format",), final=1 / 127
     ),
 )
