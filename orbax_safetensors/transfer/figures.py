@@ -9,31 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 # Plans report leaves with a higher ratio of read to needed bytes; below it, another sharding would gain little.
 REPORTED_OVER_READ = 1.1
 
 
-class NeededAndRead(Protocol):
-    """An object with needed and read bytes."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """Return the needed bytes."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Return the read bytes."""
-
-
 class OverRead:
     """A mixin that adds the over-read to a class with needed and read bytes."""
 
-    __slots__ = ()
+    needed_bytes: int
+    read_bytes: int
 
     @property
-    def over_read(self: NeededAndRead) -> float:
+    def over_read(self) -> float:
         """Return the read bytes for each needed byte; 1.0 if none is needed."""
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
 
@@ -46,7 +35,7 @@ class Reads(OverRead):
     read_bytes: int
 
     @staticmethod
-    def total(costs: Iterable[NeededAndRead]) -> Reads:
+    def total(costs: Iterable[OverRead]) -> Reads:
         """Return the sums over `costs`."""
         figures = [(cost.needed_bytes, cost.read_bytes) for cost in costs]
         return Reads(sum(needed for needed, _ in figures), sum(read for _, read in figures))
