@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.foreign import of_bytes
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, fingerprint, header_length
-from orbax_safetensors.format.index import INDEX_SUFFIX, Index, index_stem, is_index
+from orbax_safetensors.format.index import INDEX_SUFFIX, SUFFIX, Index, index_stem, is_index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME, USUAL_STEMS, file_stem
 from orbax_safetensors.format.names import some
 from orbax_safetensors.format.reference_verdict import check_by_reference
@@ -32,7 +32,6 @@ from orbax_safetensors.storage.whereabouts import directory_hint
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".safetensors"
 # Each rank of PyTorch has its own part of a numbered file, and need not have one.
 _NUMBERED = re.compile(rf"(?:shard-\d+-)?(.*)-(\d+)-of-(\d+){re.escape(SUFFIX)}")
 _NAMED = 8  # missing files in a message

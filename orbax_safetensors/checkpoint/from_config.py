@@ -16,11 +16,12 @@ from etils import epath
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.config import CONFIG_NAME, config_dtype, parse_config, quantization_config
 from orbax_safetensors.checkpoint.family import FamilyLike, by_number
-from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile, is_part
+from orbax_safetensors.checkpoint.files import StoredFile, is_part
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import MappingError, MissingError, StorageError
 from orbax_safetensors.format.dtypes import DTYPES, from_numpy
 from orbax_safetensors.format.header import PREFIX_BYTES, fingerprint
+from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout, TensorFacts, lay_out
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import registry

@@ -59,7 +59,6 @@ def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) ->
 
     Raises `StorageError` if it finds no checkpoint or cannot read it.
     """
-
     faults: list[SafetensorsError] = []
     try:
         checkpoint = _read(path, storage_options, faults.append, examined=True)

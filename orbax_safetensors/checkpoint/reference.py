@@ -18,7 +18,6 @@ from orbax_safetensors.checkpoint.family import (
     decoded,
     without_family,
 )
-from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.model_files import ModelFiles, files_beside
 from orbax_safetensors.checkpoint.read import read_checkpoint
@@ -26,6 +25,7 @@ from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.format.names import by_path, by_same, some
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.mapping import registry

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
-from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax, is_part
+from orbax_safetensors.checkpoint.files import is_orbax, is_part
 from orbax_safetensors.checkpoint.one_state import of_one_state
 from orbax_safetensors.checkpoint.read import examine
 from orbax_safetensors.checkpoint.record import RECORD_NAME, record_faults
 from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_check import TensorRange

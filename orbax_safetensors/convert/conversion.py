@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from orbax_safetensors.checkpoint.family import FamilyLike
-from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
+from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.convert.announce import announce
 from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
@@ -23,6 +23,7 @@ from orbax_safetensors.devices.agreement import new_key, same_arguments, togethe
 from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.families import DEQUANTIZED
 from orbax_safetensors.options import Progress, SafetensorsOptions, check_progress

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded, read_checksums
 from orbax_safetensors.checkpoint.data import check_data
-from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile, read_text
+from orbax_safetensors.checkpoint.files import StoredFile, read_text
 from orbax_safetensors.errors import ChecksumError, HeaderError, IndexFileError, MissingError, StorageError
 from orbax_safetensors.format.checksums import FileChecksums
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
-from orbax_safetensors.format.index import Index
+from orbax_safetensors.format.index import SUFFIX, Index
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.options import SafetensorsOptions

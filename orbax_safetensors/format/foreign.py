@@ -6,6 +6,9 @@ import posixpath
 import re
 from collections.abc import Iterable
 
+ORBAX_TREE = "_METADATA"
+"""The file that makes a directory an item of Orbax: its tree."""
+
 _TORCH = "load it with `torch.load` and save its tensors with `safetensors.torch.save_file`"
 _DOWNLOAD = "download the model's .safetensors files instead"
 

@@ -13,13 +13,15 @@ from orbax_safetensors.errors import IndexFileError
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.header import shown
 
-INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIX = ".safetensors"
+"""How the name of every file of tensors ends."""
+
+INDEX_SUFFIX = f"{SUFFIX}.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
 OMITTED_FILES = "omitted_files"
 """The key of an index's metadata for files that hold only tensors which the index does not name."""
 
-_FILE_SUFFIX = ".safetensors"
 # With a variant, before the suffix as older programs have it, or after `index` as `transformers` and `diffusers` do.
 _NAME = re.compile(r"(.+)\.safetensors\.index(\.[^.]+)?\.json")
 
@@ -114,5 +116,5 @@ def check_file_name(name: str, *, file: str) -> None:
         raise IndexFileError(f"{file}: expected the name of a file, found {shown(name)}")
     # A colon ends a scheme or a Windows drive. What is not printable may look like another name.
     is_plain = name.isprintable() and not any(part in name for part in ("/", "\\", "..", ":"))
-    if not is_plain or name.startswith(".") or not name.endswith(_FILE_SUFFIX):
-        raise IndexFileError(f"{file}: expected one plain file name that ends in {_FILE_SUFFIX}, found {shown(name)}")
+    if not is_plain or name.startswith(".") or not name.endswith(SUFFIX):
+        raise IndexFileError(f"{file}: expected one plain file name that ends in {SUFFIX}, found {shown(name)}")

@@ -11,18 +11,17 @@ from typing import Any
 
 from orbax_safetensors.format.dtypes import DType, nbytes
 from orbax_safetensors.format.header import PREFIX_BYTES, Header, fingerprint
-from orbax_safetensors.format.index import INDEX_SUFFIX, OMITTED_FILES, Index
+from orbax_safetensors.format.index import INDEX_SUFFIX, OMITTED_FILES, SUFFIX, Index
 
-_SUFFIX = ".safetensors"
 # A stem is what the names of a model's files begin with.
 STEM = "model"
-FILE_NAME = f"{STEM}{_SUFFIX}"
+FILE_NAME = f"{STEM}{SUFFIX}"
 INDEX_NAME = f"{STEM}{INDEX_SUFFIX}"
 # The file of a PEFT adapter, which is never cut.
 ADAPTER_STEM = "adapter_model"
 # Those by which `transformers`, `diffusers` and PEFT find a model in a directory.
 USUAL_STEMS = (STEM, "diffusion_pytorch_model", ADAPTER_STEM)
-ADAPTER_NAME = f"{ADAPTER_STEM}{_SUFFIX}"
+ADAPTER_NAME = f"{ADAPTER_STEM}{SUFFIX}"
 # The largest file of a model on the Hub, in bytes of tensors.
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -96,10 +95,10 @@ def lay_out_files(
     """Lay tensors out in the files of these names, as `lay_out` does."""
     headers = [Header.layout(part, metadata, alignment=alignment) for part in files.values()]
     names = list(files)
-    if len(headers) == 1 and not _NUMBER.search(names[0].removesuffix(_SUFFIX)):
+    if len(headers) == 1 and not _NUMBER.search(names[0].removesuffix(SUFFIX)):
         if headers[0].tensors.keys().isdisjoint(omitted):
             return Layout(((names[0], headers[0]),), None)
-        names = [f"{names[0].removesuffix(_SUFFIX)}-00001-of-00001{_SUFFIX}"]
+        names = [f"{names[0].removesuffix(SUFFIX)}-00001-of-00001{SUFFIX}"]
     return _indexed(tuple(zip(names, headers, strict=True)), index_name, omitted)
 
 
@@ -124,7 +123,7 @@ def avoiding(layout: Layout, taken: Collection[str]) -> Layout:
 
 def file_stem(name: str) -> str:
     """Return the name of a file without its suffix and its number: `model`, or `model.fp16` of a variant."""
-    return _NUMBER.sub("", name.removesuffix(_SUFFIX))
+    return _NUMBER.sub("", name.removesuffix(SUFFIX))
 
 
 def free_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
@@ -139,5 +138,5 @@ def free_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
 def file_names(count: int, stem: str = STEM) -> list[str]:
     """Return the names of the files of a checkpoint."""
     if count == 1:
-        return [f"{stem}{_SUFFIX}"]
-    return [f"{stem}-{number:05}-of-{count:05}{_SUFFIX}" for number in range(1, count + 1)]
+        return [f"{stem}{SUFFIX}"]
+    return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.handlers._compat import GLOBAL_TYPE_HANDLER_REGISTRY
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.mapping import Family, registry

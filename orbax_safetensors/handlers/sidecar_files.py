@@ -5,9 +5,9 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 
-from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.schemes import store_of

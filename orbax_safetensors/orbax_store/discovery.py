@@ -10,10 +10,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.format.foreign import ORBAX_TREE
 from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json
 from orbax_safetensors.storage.whereabouts import directory_hint
 
-TREE_FILE = "_METADATA"
+TREE_FILE = ORBAX_TREE
 STRINGS_FILE = "_strings.json"
 # Has a file of each process, with its record of the arrays.
 ARRAYS_DIRECTORY = "array_metadatas"

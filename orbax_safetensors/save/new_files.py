@@ -17,14 +17,14 @@ from typing import Self
 
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.files import SUFFIX, is_part
+from orbax_safetensors.checkpoint.files import is_part
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.record import RECORD_NAME
 from orbax_safetensors.checkpoint.small_files import found_small
 from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
-from orbax_safetensors.format.index import Index, is_index
+from orbax_safetensors.format.index import SUFFIX, Index, is_index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.options import SafetensorsOptions

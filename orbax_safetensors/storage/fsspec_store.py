@@ -20,7 +20,7 @@ from orbax_safetensors.errors import MissingError, SafetensorsError, StorageErro
 from orbax_safetensors.storage.event_loop import in_thread
 from orbax_safetensors.storage.paths import shown
 from orbax_safetensors.storage.remote import COST, RemoteFile, Request, ServerStore, changed
-from orbax_safetensors.storage.retries import RefusedError, Retries, WrongAnswerError, reason, secrets_of
+from orbax_safetensors.storage.retries import RefusedError, Retries, WrongAnswerError, safe_reason, secrets_of
 from orbax_safetensors.storage.store import UNKNOWN, Stamp
 
 _T = TypeVar("_T")
@@ -158,7 +158,7 @@ class FsspecStore(ServerStore):
         return await self.retries.run(path, verb, attempt)
 
     def _said(self, error: Exception) -> str:
-        return f"{type(error).__name__}: {reason(error, self._secrets)}"
+        return f"{type(error).__name__}: {safe_reason(error, self._secrets)}"
 
 
 def _secrets(url: str) -> list[str]:

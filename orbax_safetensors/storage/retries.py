@@ -123,7 +123,7 @@ class Retries:
             except (exceptions.BaseError, WrongAnswerError, RefusedError) as error:
                 failure = _Failure(path, error)
             except (ValueError, OverflowError) as error:  # such as a date after the year 9999, which obstore has not
-                said = f"the answer cannot be read ({type(error).__name__}: {reason(error)})"
+                said = f"the answer cannot be read ({type(error).__name__}: {safe_reason(error)})"
                 failure = _Failure(path, WrongAnswerError(said))
             if ended is not None:
                 raise ended
@@ -165,7 +165,7 @@ def _is_wrong(error: BaseException) -> bool:
 
 def explain(path: str, error: BaseException) -> str:
     """Return why a request for `path` failed, and what the user can do."""
-    scheme, said, status = path.partition("://")[0], reason(error), status_of(error)
+    scheme, said, status = path.partition("://")[0], safe_reason(error), status_of(error)
     if credentials.asks_metadata(str(error)) and (status is None or not _is_retryable(error)):
         return f"{credentials.not_found(scheme)} ({said})"
     hint = credentials.hint(scheme) if status in (401, 403) else None
@@ -183,7 +183,7 @@ def secrets_of(options: Mapping[str, Any]) -> list[str]:
     return [value for name, value in options.items() if isinstance(value, str) and value and _SECRETS.search(name)]
 
 
-def reason(error: BaseException, secrets: Iterable[str] = ()) -> str:
+def safe_reason(error: BaseException, secrets: Iterable[str] = ()) -> str:
     """Return an error's reason in one line, without `secrets`, the bodies of answers, queries of URLs, or paths.
 
     A server that refuses a signature repeats the signed text and the user; a signed URL has its signature in its query.

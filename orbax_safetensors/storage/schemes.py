@@ -34,7 +34,7 @@ from orbax_safetensors.storage.paths import (
     shown,
 )
 from orbax_safetensors.storage.remote import RemoteStore
-from orbax_safetensors.storage.retries import reason, secrets_of
+from orbax_safetensors.storage.retries import safe_reason, secrets_of
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.storage.web import WebStore
 
@@ -191,7 +191,7 @@ def _made(root: str, options: Mapping[str, Any], make: Callable[[], _T]) -> _T:
     try:
         return make()
     except (BaseError, TypeError, ValueError) as error:
-        fault = reason(error, secrets_of(options))
+        fault = safe_reason(error, secrets_of(options))
     # Out of the handler: the error may hold a secret.
     raise SafetensorsError(f"{root}: cannot be used with these storage_options: {fault}")
 

@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterable
 from itertools import islice
 
-from orbax_safetensors.format.foreign import of_names
+from orbax_safetensors.format.foreign import ORBAX_TREE, of_names
+from orbax_safetensors.format.index import SUFFIX
 
-# Of the tree of an item of Orbax.
-_ORBAX_TREE = "_METADATA"
 _NUMBERED = re.compile(r"(?:.*[-_])?([0-9]{1,18})")  # a step: `12`, `checkpoint-500`
 # How far below a directory files are searched, in how many directories, of how many entries.
 _DEPTH, _DIRECTORIES, _ENTRIES = 3, 200, 1000
@@ -63,10 +62,10 @@ class _FoundCheckpoints:
 
 def _search(path: str, names: list[str], depth: int, found: _FoundCheckpoints) -> None:
     """Add what is in a directory with these names, or below it."""
-    if any(name.endswith(".safetensors") for name in names):
+    if any(name.endswith(SUFFIX) for name in names):
         found.files.append(path)
         return
-    if _ORBAX_TREE in names:
+    if ORBAX_TREE in names:
         found.orbax.append(path)
         return
     for name in sorted(names, key=_by_step) if depth else ():

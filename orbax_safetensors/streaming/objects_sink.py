@@ -24,6 +24,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format import strict_json
+from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
@@ -175,7 +176,7 @@ class UnfinishedObjects(Workspace):
         begun = self._begun()
         if other := sorted(names.difference(begun["names"] if begun else ())):
             # Other layouts have their record in another place: the index, or the last file.
-            last = max((name for name in names if name.endswith(".safetensors")), default=self._layout.index_name)
+            last = max((name for name in names if name.endswith(SUFFIX)), default=self._layout.index_name)
             records = {INDEX_NAME, self._layout.index_name, last} & {*other}
             if any(self._read(posixpath.join(self.path, name)) for name in records):
                 raise StorageError(
