@@ -96,7 +96,7 @@ def test_one_room_knows_each_library():
         assert room == "orbax_store" or "tensorstore" not in found, module
         assert room == "storage" or not found & OF_STORES, module
         assert room in ("format", "cli") or "safetensors" not in found, module
-        other = {"humanize", "isal", "ml_dtypes", "numpy", "safetensors"}
+        other = {"humanize", "isal", "ml_dtypes", "numpy", "rich", "safetensors"}
         assert room not in WITHOUT_JAX or found <= OF_STORES | other, module
 
 

@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded, changed_tensors, other_file
-from orbax_safetensors.devices.bar import passing
+from orbax_safetensors.devices.agreement import passing
 from orbax_safetensors.errors import ChecksumError, SafetensorsError
 from orbax_safetensors.format.checksums import FileChecksums
 from orbax_safetensors.options import SafetensorsOptions

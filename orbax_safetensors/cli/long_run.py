@@ -17,8 +17,8 @@ import jax
 from orbax_safetensors import Conversion, Link, SafetensorsError
 from orbax_safetensors.cli.tables import Facts, Printer
 from orbax_safetensors.convert.announce import logger as announcements
-from orbax_safetensors.devices.bar import Bar
 from orbax_safetensors.errors import printable
+from orbax_safetensors.transfer.progress_bar import Bar
 
 # The logger of the package: those of its modules are below it.
 _LOGGER = logging.getLogger(__package__.partition(".")[0])

@@ -19,8 +19,7 @@ from orbax_safetensors.convert.announce import announce
 from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.convert.into_files import files_from_files, files_from_orbax, plain_files_from_files
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
-from orbax_safetensors.devices.agreement import new_key, same_arguments, together
-from orbax_safetensors.devices.bar import passing
+from orbax_safetensors.devices.agreement import new_key, passing, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.index import SUFFIX

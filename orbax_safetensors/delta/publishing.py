@@ -33,7 +33,7 @@ from orbax_safetensors.delta.version import (
     index_of,
     path_of,
 )
-from orbax_safetensors.devices.bar import passing
+from orbax_safetensors.devices.agreement import passing
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.checksums import encode as encode_checksums

@@ -21,8 +21,7 @@ from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.agreement import new_key, together
-from orbax_safetensors.devices.bar import passing
+from orbax_safetensors.devices.agreement import new_key, passing, together
 from orbax_safetensors.devices.trees import nodes
 from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.format.digest import digest_of

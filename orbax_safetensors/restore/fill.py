@@ -18,8 +18,8 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import RestoreChecksums
+from orbax_safetensors.devices.agreement import passing
 from orbax_safetensors.devices.arrays import assemble, fetches_pinned, pinned_arena, wait
-from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.growing import Growing
 from orbax_safetensors.devices.sharding import no_mesh, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError

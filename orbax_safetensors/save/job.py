@@ -26,9 +26,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.model_files import ModelFiles
-from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
+from orbax_safetensors.devices.agreement import new_key, passing, post, posted, together, withdraw
 from orbax_safetensors.devices.arrays import explicit_transfers
-from orbax_safetensors.devices.bar import passing
 from orbax_safetensors.devices.sharding import boxes_digest
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode

@@ -11,7 +11,7 @@ import pytest
 from orbax_safetensors.cli import long_run
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.convert import announce
-from orbax_safetensors.devices import bar
+from orbax_safetensors.transfer import progress_bar
 from tests.support.cli_conversions import HF, TO_ORBAX, stored
 from tests.support.terminal import terminal
 
@@ -69,7 +69,7 @@ def test_a_warning_is_above_the_bar(monkeypatch):
 
 def test_what_progress_says(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(bar.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now)
     stream = io.StringIO()
     with long_run.Reporter("convert", stream) as reporter:
         assert not reporter.begun

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-import jax
-
-from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.amounts import human_bytes, human_seconds
-from orbax_safetensors.options import Progress
 
 # Seconds between two lines of progress in a log.
 _LINE_SECONDS = 5.0
@@ -94,32 +87,3 @@ def progress_text(done: int, total: int, seconds: float) -> str:
         if done < total:
             text += f", {human_seconds(seconds * (total - done) / done)} left"
     return text
-
-
-@contextlib.contextmanager
-def passing(progress: Progress | bool | None, label: str) -> Iterator[Progress | None]:
-    """Yield `progress`. What it raises leaves this context as it is, even if an agreement of processes has wrapped it.
-
-    The other processes of the agreement raise a `StorageError`. True is a bar with a `label`, on stderr of process 0.
-    """
-    if progress is True:
-        first = not jax.distributed.is_initialized() or jax.process_index() == 0  # a single process starts no devices
-        with Bar(label, sys.stderr if first else None) as bar:
-            yield bar
-        return
-    raised: list[BaseException] = []
-
-    def report(done: int, total: int) -> None:
-        try:
-            if progress:
-                progress(done, total)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    try:
-        yield report if progress else None
-    except StorageError:
-        if raised:
-            raise raised[0] from raised[0].__cause__
-        raise

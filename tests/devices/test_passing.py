@@ -7,9 +7,8 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.convert import conversion
-from orbax_safetensors.devices import bar
-from orbax_safetensors.devices.agreement import together
-from orbax_safetensors.devices.bar import passing
+from orbax_safetensors.devices import agreement
+from orbax_safetensors.devices.agreement import passing, together
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.link import linking
 
@@ -77,9 +76,9 @@ def test_it_is_a_function_or_true(progress, tmp_path, monkeypatch):
 
 
 def test_other_processes_than_the_first_draw_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(bar.jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(agreement.jax.distributed, "is_initialized", lambda: True)
     for process in (1, 0):
-        monkeypatch.setattr(bar.jax, "process_index", lambda process=process: process)
+        monkeypatch.setattr(agreement.jax, "process_index", lambda process=process: process)
         with passing(True, "load") as report:
             report(1, 1)
         assert bool(capsys.readouterr().err) == (process == 0)
