@@ -127,7 +127,8 @@ def test_an_interrupt_that_is_ignored_stays_so(cli, tmp_path, monkeypatch):
 def test_nobody_reads_how_far_it_is(tmp_path):
     closed, broken = os.pipe()
     os.close(closed)
-    code = f"from orbax_safetensors.transfer import progress_bar\nprogress_bar._LINE_SECONDS = 0\nimport os\nos.dup2({broken}, 2)"
+    code = "from orbax_safetensors.transfer import progress_bar\nprogress_bar._LINE_SECONDS = 0\n"
+    code += f"import os\nos.dup2({broken}, 2)"
     done = run("reshard", QWEN3, tmp_path / "to", *SMALL, "--json", code=code, pass_fds=[broken])
     os.close(broken)
     assert done.returncode == 0
