@@ -23,6 +23,7 @@ from orbax_safetensors.transfer import progress, threads
 from tests.support.deltas import BF16, SHAPES, adam_steps, changed, copied, save_steps, tensor_files
 from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
 from tests.support.saves import temporary
+from tests.support.strategies import examples
 
 STEPS = 20
 DELTA = "weight_v000001"
@@ -101,6 +102,7 @@ def _pairs(draw):
     return old, new, draw(st.integers(1, 3)), draw(st.integers(1, 5)), 8 * draw(st.integers(1, 9))
 
 
+@examples(40)
 @given(_pairs())
 def test_any_tensors_come_back(pair):
     old, new, threads, files, piece_bytes = pair

@@ -21,7 +21,6 @@ from tests.support.saves import BF16, RNG
 TREE = {"a": random_bits(RNG, (16, 64), BF16), "b": random_bits(RNG, (8, 40), BF16), "c": np.arange(5, dtype=np.int32)}
 SINGLE = SingleDeviceSharding(jax.devices()[0])
 CHECKED = ost.SafetensorsOptions(checksums=True)
-pytestmark = pytest.mark.both_devices
 
 
 @pytest.fixture
@@ -54,6 +53,7 @@ SPECS = [P(), P("x"), P(None, "y"), P("y", "x"), P(None, ("x", "y"))]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.both_devices
 def test_shards_that_are_all_of_this_process(saved, mesh, spec, caplog):
     with caplog.at_level(logging.INFO):
         restored = ost.load(saved, target(mesh, spec), options=CHECKED)
@@ -71,6 +71,7 @@ def test_all_changed_tensors_are_named(saved):
         ost.load(saved, options=CHECKED)
 
 
+@pytest.mark.both_devices
 def test_casts_and_transposes(saved, mesh):
     def transposed(config):
         return {name: ost.mapping.tensor(name, array.shape).T for name, array in TREE.items()}
@@ -90,6 +91,7 @@ def test_casts_and_transposes(saved, mesh):
 
 
 @pytest.mark.parametrize("max_gap_bytes", [0, 2**20])
+@pytest.mark.both_devices
 def test_leaves_that_share_bytes(saved, max_gap_bytes, caplog):
     """These are read once, counted once, and compared."""
     parts = {"left": np.s_[:, :40], "right": np.s_[:, 24:], "middle": np.s_[4:8, 30:50]}

@@ -14,7 +14,6 @@ from tests.support.files import write
 from tests.support.saves import assert_same_bits
 
 SHAPES = {"a": (64, 4096), "b": (8, 4), "c": (512, 1024), "e": (1000, 33), "z": ()}
-pytestmark = pytest.mark.both_devices
 
 
 @pytest.fixture(params=[64, 8], ids=["aligned", "as others write"])
@@ -62,6 +61,7 @@ def sharded(path, spec):
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("x"), PartitionSpec(None, "x")], ids=str)
+@pytest.mark.both_devices
 def test_cold_files_are_read_directly_in_every_layout(path, spec, direct_bytes, monkeypatch):
     page_cache(monkeypatch, full=False)
     tree = sharded(path, spec)
