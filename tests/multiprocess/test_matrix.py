@@ -14,11 +14,23 @@ CASES = cases.matrix()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict[str, Any]]:
+def found(tmp_path_factory) -> list[dict[str, Any]]:
     """What each process found."""
     directory = tmp_path_factory.mktemp("matrix")
     write_matrix(directory)
     return launch("tests.multiprocess.workers_matrix:run", str(directory), processes=2, devices=4)
+
+
+@pytest.fixture
+def results(found) -> list[dict[str, Any]]:
+    """What each process found on CPU devices."""
+    return [of_process["CPU devices"] for of_process in found]
+
+
+@pytest.fixture
+def accelerators(found) -> list[dict[str, Any]]:
+    """What each process found on emulated accelerators, directly and by one replica."""
+    return [of_process["accelerators"] for of_process in found]
 
 
 def _each(results: list[dict[str, Any]]) -> Iterator[tuple[cases.Case, int, dict[str, Any]]]:
@@ -115,3 +127,15 @@ def test_a_replicated_tensor_is_read_once_by_each_process(results):
         return result["measured"]["bytes_read"] != [nbytes] and f"{nbytes} expected, found {result['measured']}"
 
     _check(results, problem)
+
+
+def test_every_shard_of_accelerators_has_the_bits_that_the_reference_reads(accelerators):
+    wrong = {f"{name}, process {at}": found[name]["wrong"] for at, found in enumerate(accelerators) for name in found}
+    assert {name: shards for name, shards in wrong.items() if shards} == {}
+
+
+def test_processes_hand_over_to_accelerators_what_they_read(accelerators):
+    transfers = {name: [found[name]["transfers"] for found in accelerators] for name in accelerators[0]}
+    assert all(all(counts) for name, counts in transfers.items() if name != "one replica reads")
+    first, second = transfers["one replica reads"]
+    assert first > second

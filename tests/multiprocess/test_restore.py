@@ -6,7 +6,7 @@ import pytest
 
 from tests.multiprocess.workers_restore import SCENARIOS
 from tests.support.checkpoints import write_steps
-from tests.support.launch import launch
+from tests.support.launch import check_scenarios, launch
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +17,12 @@ def results(tmp_path_factory) -> list[dict[str, Any]]:
     return launch("tests.multiprocess.workers_restore:run", str(root), processes=4, devices=2)
 
 
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_in_every_process(results, scenario):
-    alike: dict[str, list[int]] = {}
-    for process, of_process in enumerate(results):
-        if failure := of_process[scenario]["failure"]:
-            alike.setdefault(failure, []).append(process)
-    text = "\n".join(f"--- processes {processes}:\n{failure}" for failure, processes in alike.items())
-    assert not alike, f"[{scenario}]\n{text}"
-    values = [of_process[scenario]["value"] for of_process in results]
-    assert values == [values[0]] * len(values), f"[{scenario}] differs between processes: {values}"
+def test_in_every_process(results):
+    assert [list(of_process) for of_process in results] == [list(SCENARIOS)] * 4
+    check_scenarios(results)
+
+
+def test_processes_agree_on_what_they_find(results):
+    for scenario in SCENARIOS:
+        values = [of_process[scenario]["value"] for of_process in results]
+        assert values == [values[0]] * len(values), scenario

@@ -10,7 +10,7 @@ import pytest
 import orbax_safetensors as ost
 from tests.multiprocess import workers_save
 from tests.multiprocess.workers_save import SCENARIOS, TREES, VALUES, full_mesh, save
-from tests.support.launch import LaunchError, launch
+from tests.support.launch import LaunchError, check_scenarios, launch
 
 # The scenarios in which every process fails for the reason that one of them has.
 TOLD = [
@@ -53,14 +53,9 @@ def data_bytes(directory):
     return ost.open_checkpoint(directory).nbytes
 
 
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_in_every_process(together, scenario):
-    alike: dict[str, list[int]] = {}
-    for process, of_process in enumerate(together[1]):
-        if failure := of_process[scenario]["failure"]:
-            alike.setdefault(failure, []).append(process)
-    text = "\n".join(f"--- processes {processes}:\n{failure}" for failure, processes in alike.items())
-    assert not alike, f"[{scenario}]\n{text}"
+def test_in_every_process(together):
+    assert [list(of_process) for of_process in together[1]] == [list(SCENARIOS)] * 4
+    check_scenarios(together[1])
 
 
 @pytest.mark.parametrize("tree", list(TREES))

@@ -1,4 +1,4 @@
-"""What `test_accelerator.py` runs in several processes: restores onto devices that are emulated accelerators."""
+"""What `test_matrix.py` runs in several processes as well: restores onto devices that are emulated accelerators."""
 
 from __future__ import annotations
 

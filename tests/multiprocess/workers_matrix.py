@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import orbax_safetensors as ost
+from tests.multiprocess import workers_accelerator
 from tests.support import cases
 from tests.support.checkpoints import Reference
 from tests.support.measure import counted, different_shards, measured
@@ -18,6 +19,11 @@ _ATTEMPTS = 3
 
 
 def run(directory: str) -> dict[str, dict[str, Any]]:
+    """Of CPU devices and of accelerators what each case found."""
+    return {"CPU devices": _on_cpus(directory), "accelerators": workers_accelerator.run(directory)}
+
+
+def _on_cpus(directory: str) -> dict[str, dict[str, Any]]:
     """By the id of each case: what the plans say, what the restore cost, and which shards are wrong."""
     reference = Reference(Path(directory))
     _restore(directory, _target(cases.matrix()[0], abstract=False))  # imports read files, too

@@ -101,6 +101,17 @@ def launch(
         return [json.loads(result.read_text()) for result in results]
 
 
+def check_scenarios(results: list[dict[str, Any]]) -> None:
+    """Fails where a scenario failed in a process: `results` have a `failure` of each, by name."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for process, of_process in enumerate(results):
+        for name, found in of_process.items():
+            if found["failure"]:
+                alike.setdefault((name, found["failure"]), []).append(process)
+    text = "\n".join(f"--- {name}, processes {processes}:\n{why}" for (name, why), processes in alike.items())
+    assert not alike, text
+
+
 def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
     """Returns when all processes have ended, one has failed, or time is up."""
     deadline = time.monotonic() + timeout
