@@ -28,7 +28,7 @@ def of_one_state(
     """
     text = as_text(path)
     for _ in range(_ATTEMPTS):
-        with _held(text):
+        with _keep_identity(text):
             before = _identity(text), files()
             try:
                 result = attempt()
@@ -42,7 +42,7 @@ def of_one_state(
 
 
 @contextlib.contextmanager
-def _held(path: str) -> Iterator[None]:
+def _keep_identity(path: str) -> Iterator[None]:
     """Keep the identity of a directory or file from being given to another one once it is deleted."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, ValueError):  # it is not there, or a URL

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     if model is not None and ("/" in model or os.path.exists(model)):
         document = _of_checkpoint(model)
     else:
-        document = {"families": [_described(family, family.switches) for family in _for_architecture(model)]}
+        document = {"families": [_family_document(family, family.switches) for family in _for_architecture(model)]}
     if args.json:
         output.json(document)
         return 0
@@ -82,11 +82,13 @@ def _of_checkpoint(path: str) -> dict[str, Any]:
     # Two families of one convention are told apart by their whole names alone.
     names = {name: f"{name}.{rest}" for name, _, rest in (family.name.partition(".") for family in families)}
     return {
-        "families": [_described(family, family.use(config, checkpoint.shapes, {}).variant) for family in families],
-        "config": registry.described(config),
+        "families": [
+            _family_document(family, family.use(config, checkpoint.shapes, {}).variant) for family in families
+        ],
+        "config": registry.architecture_text(config),
         "names": {name: family for name, family in names.items() if shorter.count(name) == 1},
     }
 
 
-def _described(family: Family, switches: Mapping[str, Any]) -> dict[str, Any]:
+def _family_document(family: Family, switches: Mapping[str, Any]) -> dict[str, Any]:
     return {"family": family.name, "architectures": list(family.architectures), "switches": dict(switches)}

@@ -68,7 +68,7 @@ def any_registered() -> bool:
 def registered_for(config: Mapping[str, Any]) -> list[Family]:
     """Return all families that are registered for a config's architecture; `MappingError` if there are none."""
     if not (families := _for(config, _chosen())):
-        raise MappingError(f"no registered family is for {described(config)}")
+        raise MappingError(f"no registered family is for {architecture_text(config)}")
     return families
 
 
@@ -97,14 +97,14 @@ def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | Non
             served = sorted({name for match in matches for name in match.architectures})
             names = ", ".join(match.name for match in matches)
             advice = f"there are families for {', '.join(served)}" if served else f"pass the whole name of one: {names}"
-        raise MappingError(f"{family}: no family is for {described(config)}; {advice}")
+        raise MappingError(f"{family}: no family is for {architecture_text(config)}; {advice}")
     return single
 
 
 def known_for(config: Mapping[str, Any]) -> list[Family]:
     """Return all families that are for a config's architecture; `MappingError` if there are none."""
     if not (families := _for(config, known())):
-        raise MappingError(f"no family is for {described(config)}")
+        raise MappingError(f"no family is for {architecture_text(config)}")
     return families
 
 
@@ -168,7 +168,9 @@ def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: st
     matches = _for(config, families)
     if len(matches) > 1:
         names = ", ".join(sorted(family.name for family in matches))
-        raise MappingError(f"{which}: several families are for {described(config)}: {names}; pass family= to choose")
+        raise MappingError(
+            f"{which}: several families are for {architecture_text(config)}: {names}; pass family= to choose"
+        )
     return matches[0] if matches else None
 
 
@@ -181,7 +183,7 @@ def _is_for(architecture: str, config: Mapping[str, Any]) -> bool:
     return architecture.split("For")[0].replace("_", "").lower() == model
 
 
-def described(config: Mapping[str, Any]) -> str:
+def architecture_text(config: Mapping[str, Any]) -> str:
     """Return how a message names a config's architecture."""
     if config.get("architectures"):
         return f"architectures {config['architectures']}"

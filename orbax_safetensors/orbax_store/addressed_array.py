@@ -71,7 +71,7 @@ def array_entries(
     `location` says where a stored tensor lies in `files`, which are paths below the index.
     """
     for name, (leaf, chunks) in arrays.items():
-        yield _described(name, leaf, chunks.order, zarr3=zarr3)
+        yield _array_metadata(name, leaf, chunks.order, zarr3=zarr3)
         nbytes = chunks.nbytes
         for box in chunks.addresses():
             stored = location(box.tensor)
@@ -83,7 +83,7 @@ def array_entries(
 
 def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:
     """Yield the entries of a scalar whose value is in the database itself."""
-    yield _described(name, OrbaxLeaf((), value.dtype, (), SCALAR), (), zarr3=True)
+    yield _array_metadata(name, OrbaxLeaf((), value.dtype, (), SCALAR), (), zarr3=True)
     yield _chunk_key(name, (), zarr3=True), value.tobytes()
 
 
@@ -97,7 +97,7 @@ def _below(name: str, key: str) -> bytes:
     return (f"{name}/{key}" if name else key).encode()
 
 
-def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool) -> Entry:
+def _array_metadata(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool) -> Entry:
     """Return the description of an array. `order` are the dimensions, slowest in a chunk first."""
     if not zarr3:
         native = np.dtype(leaf.dtype.type)
