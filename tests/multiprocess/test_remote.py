@@ -2,7 +2,6 @@
 
 import numpy as np
 import obstore
-import pytest
 
 from orbax_safetensors.storage.remote import HEAD_BYTES
 from tests.support.checkpoints import write_matrix
@@ -10,16 +9,14 @@ from tests.support.files import write
 from tests.support.launch import launch
 
 
-@pytest.mark.parametrize("name", ["s3", "gcs"])
-def test_every_layout_of_a_tree(name, request, tmp_path):
-    place = request.getfixturevalue(name)
+def test_every_layout_of_a_tree(s3, tmp_path):
     write_matrix(tmp_path)
     for path in tmp_path.iterdir():
-        obstore.put(place.store(), f"x/{path.name}", path.read_bytes())
-    job = {"url": f"{place.url}/x", "options": place.options, "directory": str(tmp_path)}
+        obstore.put(s3.store(), f"x/{path.name}", path.read_bytes())
+    job = {"url": f"{s3.url}/x", "options": s3.options, "directory": str(tmp_path)}
     results = launch("tests.multiprocess.workers_remote:run", job, processes=2, devices=4)
     assert [result["wrong"] for result in results] == [[], []]
-    log = [one for one in place.server.log if one.path.endswith(".safetensors") and one.method == "GET"]
+    log = [one for one in s3.server.log if one.path.endswith(".safetensors") and one.method == "GET"]
     heads = sum(min(HEAD_BYTES, path.stat().st_size) for path in tmp_path.glob("*.safetensors"))
     # Of all processes: whose a connection was cannot be told once it is closed.
     expected = sum(result["read_bytes"] + result["opened"] * heads for result in results)

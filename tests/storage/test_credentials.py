@@ -166,7 +166,6 @@ def test_a_file_without_credentials(profiles):
         store.open(path)
 
 
-@pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -176,21 +175,22 @@ def test_a_file_without_credentials(profiles):
         ("web", r'it takes a header, storage_options={"default_headers": .*; a signed URL expires'),
     ],
 )
-def test_what_one_can_do_if_they_are_refused(request, kind, said, status):
+def test_what_one_can_do_if_they_are_refused(request, kind, said):
     place = request.getfixturevalue(kind)
     store, path = store_of(f"{place.url}/x", dict(place.options))
-    place.server.fail(Answer(status), times=None)
-    with pytest.raises(StorageError, match=rf"{path}: opening failed: .*{status} .*: {said}"):
-        store.open(path)
-    if store.writes:
-        with pytest.raises(StorageError, match=rf"{path}: writing failed: .*{status} .*: {said}"):
-            store.create(path, 1).write(0, [memoryview(b"x")])
+    for status in (401, 403):
+        place.server.clear()
+        place.server.fail(Answer(status), times=None)
+        with pytest.raises(StorageError, match=rf"{path}: opening failed: .*{status} .*: {said}"):
+            store.open(path)
+        if store.writes:
+            with pytest.raises(StorageError, match=rf"{path}: writing failed: .*{status} .*: {said}"):
+                store.create(path, 1).write(0, [memoryview(b"x")])
 
 
-@pytest.mark.parametrize("status", [501, 505])
-def test_what_a_server_cannot_do_is_not_asked_again(web, status):
-    web.server.fail(Answer(status), times=None)
+def test_what_a_server_cannot_do_is_not_asked_again(web):
+    web.server.fail(Answer(501), times=None)
     store, path = store_of(f"{web.url}/x", {})
-    with pytest.raises(StorageError, match=rf"opening failed: the server answered {status} [^(]*$"):
+    with pytest.raises(StorageError, match=r"opening failed: the server answered 501 [^(]*$"):
         store.open(path)
     assert len(web.server.log) == 1

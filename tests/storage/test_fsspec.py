@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import orbax_safetensors as ost
-from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
+from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.told_secrets import assert_tells_no_secret
 
@@ -75,39 +75,17 @@ def test_a_checkpoint_is_restored(place):
     ost.verify(place)
 
 
-def test_what_is_there(place):
-    store, path = store_of(f"{place}/", None)
-    assert path == place
-    names = list(store.list(path))
-    assert names == sorted(names)
-    assert "model.safetensors.index.json" in names
-    assert "m" in store.list(place.removesuffix("/m"))
-    assert store.list(f"{path}/{names[0]}") is None
-    assert store.list(f"{path}/none") is None
-    assert store.find(f"{path}/none") is None
-    with pytest.raises(MissingError, match=f"{path}/none: cannot be opened: there is no such file"):
-        store.open(f"{path}/none")
-    with pytest.raises(StorageError, match="no such|is not|expected"):
-        restore(f"{place}/none")
-
-
-def test_nothing_is_written(place):
-    store, path = store_of(place, None)
-    for call in (lambda: store.create(f"{path}/x", 1), lambda: store.delete(path, ["x"]), lambda: store.below(path)):
-        with pytest.raises(StorageError, match=f"^{path}.*: is on a server that files can only be read from"):
-            call()
-    with pytest.raises(StorageError, match="can only be read from"):
-        ost.SafetensorsCheckpointer().save(f"{place}-new", TREE)
-
-
-def test_a_file_that_changes_is_noticed(place):
+def test_a_file_that_is_shorter_by_now(place):
     store, path = store_of(place, None)
     file = store.open(f"{path}/model.safetensors.index.json")
     fsspec.filesystem(place.partition("://")[0]).pipe(file.path.replace("faulty://", "memory://"), b"{}")
-    with pytest.raises(StorageError, match="changed while it was in use: expected .* found 2 bytes"):
-        file.check(file.stamp)
     with pytest.raises(StorageError, match="returned 0 bytes instead"):
         file.read([(10, [memoryview(bytearray(5))])])
+
+
+def test_a_save_is_refused(place):
+    with pytest.raises(StorageError, match="can only be read from"):
+        ost.SafetensorsCheckpointer().save(f"{place}-new", TREE)
 
 
 @pytest.mark.parametrize("place", ["faulty"], indirect=True)

@@ -150,14 +150,6 @@ def test_revisions(hub, monkeypatch):
     assert store_of(f"{hub.url}@refs/pr/1", {})[1] == f"{hub.url}@{commits['refs/pr/1']}"
 
 
-def test_a_branch_that_moves_on_is_not_followed(hub, commit, opened):
-    file = opened()
-    later = hub.commit({"model.safetensors": DATA[::-1]})
-    hub.network.expire()
-    assert read(file, (AT, 9)) == [DATA[AT : AT + 9]]
-    assert opened().path == f"{hub.url}@{later}/model.safetensors"
-
-
 def test_headers_are_for_the_hub_and_nobody_else(hub, commit, opened):
     options = {"default_headers": {"X-Proxy": "secret"}}
     for name in ("model.safetensors", "config.json"):  # from the network, and from the Hub itself

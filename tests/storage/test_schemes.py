@@ -119,18 +119,6 @@ def test_a_connection_string_of_azure(azure, monkeypatch):
     check(azure.url)
 
 
-def test_an_object_that_is_replaced(place):
-    store, path = store_of(f"{place.url}/d/x", place.options)
-    stamp = store.open(path).stamp
-    obstore.put(place.store(), "d/x", DATA[::-1])
-    buffer = bytearray(10)
-    with pytest.raises(StorageError, match=f"{path}: changed while it was in use: expected {len(DATA)} bytes"):
-        store.open(path, stamp).read([(5, [memoryview(buffer)])])
-    obstore.delete(place.store(), "d/x")
-    with pytest.raises(StorageError, match="changed while it was in use: .* found (that it is gone|another)"):
-        store.open(path, stamp).read([(5, [memoryview(buffer)])])
-
-
 PROGRAM = """
 import _thread, asyncio.selector_events, os, signal, sys, threading, time
 if sys.argv[2] == "answer":  # the thread that brings it is slow to come back from telling it

@@ -19,7 +19,6 @@ import itertools
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,12 @@ from orbax_safetensors.storage import retries
 from tests.support.servers import azurite
 from tests.support.servers import gcs as google
 from tests.support.servers import hub as huggingface
-from tests.support.servers.faults import Answer
 from tests.support.servers.files import Files
 from tests.support.servers.forward import forward
 from tests.support.servers.gcs_json import GcsWithJson
 from tests.support.servers.processes import serving
 from tests.support.servers.server import Request, Server
 
-_XML = {"Content-Type": "application/xml"}
 _number = itertools.count()
 
 
@@ -48,8 +45,6 @@ class Place:
     server: Server
     # What obstore needs to find the server and be let in.
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # What the store says to credentials that are no longer good.
-    expired: Answer = dataclasses.field(default_factory=lambda: Answer(403))
     # Of a directory that is served: where it is.
     root: Path | None = None
 
@@ -58,19 +53,15 @@ class Place:
         """The options as variables, for processes that are given none."""
         return {name.upper(): value for name, value in self.options.items()}
 
-    def store(self, *, retries: int = 0, **client_options: Any) -> Any:
-        """An obstore store of this place, for what a test does by itself. It retries at once."""
+    def store(self) -> Any:
+        """An obstore store of this place, for what a test does by itself. It makes each request once."""
         import obstore
 
-        moment = timedelta(milliseconds=1)
         return obstore.store.from_url(
             self.url,
             **({"config": self.options} if self.options else {}),
-            client_options={"allow_http": True, **client_options},
-            retry_config={
-                "max_retries": retries,
-                "backoff": {"init_backoff": moment, "max_backoff": moment, "base": 2},
-            },
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0},
         )
 
 
@@ -118,8 +109,7 @@ def s3(moto: str) -> Iterator[Place]:
             "aws_region": "us-east-1",
         }
         app(Request("PUT", f"/{bucket}"))
-        expired = Answer(400, _XML, b"<Error><Code>ExpiredToken</Code></Error>")
-        yield Place(f"s3://{bucket}", server, options, expired)
+        yield Place(f"s3://{bucket}", server, options)
 
 
 @pytest.fixture
@@ -128,8 +118,7 @@ def gcs() -> Iterator[Place]:
     bucket = f"bucket-{next(_number)}"
     with Server(google.Gcs(bucket)) as server:
         options = {"google_base_url": server.url, "google_bearer_token": google.TOKEN}
-        expired = Answer(401, _XML, b"<Error><Code>AuthenticationRequired</Code></Error>")
-        yield Place(f"gs://{bucket}", server, options, expired)
+        yield Place(f"gs://{bucket}", server, options)
 
 
 @pytest.fixture(scope="session")
@@ -188,8 +177,7 @@ def azure(azurite_url: str) -> Iterator[Place]:
             "azure_storage_account_key": azurite.KEY,
             "azure_storage_endpoint": f"{server.url}/{azurite.ACCOUNT}",
         }
-        expired = Answer(403, _XML, b"<Error><Code>AuthenticationFailed</Code></Error>")
-        yield Place(f"az://{container}", server, options, expired)
+        yield Place(f"az://{container}", server, options)
 
 
 @dataclasses.dataclass(frozen=True)
