@@ -81,8 +81,8 @@ def test_what_a_process_restores_alone_is_of_the_commit_that_it_finds(moving):
 
 def test_arrays_of_some_processes_are_restored_of_a_commit_only(hub, moving):
     _, job = moving
-    commit = hub.commit(files(100))
-    refused = launch("tests.multiprocess.workers_hub:some", job, processes=PROCESSES, devices=2)
-    assert all("name its commit" in text for text in refused), refused
-    job["url"] += f"@{commit}"
-    assert launch("tests.multiprocess.workers_hub:some", job, processes=PROCESSES, devices=2) == [""] * PROCESSES
+    job["urls"] = [hub.url, f"{hub.url}@{hub.commit(files(100))}"]
+    found = launch("tests.multiprocess.workers_hub:some", job, processes=PROCESSES, devices=2)
+    for of_branch, of_commit in found:
+        assert "name its commit" in of_branch
+        assert of_commit == ""

@@ -56,8 +56,12 @@ def alone(job: dict[str, Any]) -> dict[str, Any]:
     return {"own": own, "values": values, "of_commit": of_commit}
 
 
-def some(job: dict[str, Any]) -> str:
-    """What is said of arrays over devices of these processes, where there is one more."""
+def some(job: dict[str, Any]) -> list[str]:
+    """What is said of arrays over devices of these processes, where there is one more: of each URL."""
+    return [_error_of_some(job | {"url": url}) for url in job["urls"]]
+
+
+def _error_of_some(job: dict[str, Any]) -> str:
     with mock.patch.object(jax, "process_count", return_value=jax.process_count() + 1):
         try:
             _restored(job, jax.devices())

@@ -95,9 +95,9 @@ def test_none_and_no_boto3(monkeypatch):
 def test_a_machine_without_a_role(monkeypatch, fault):
     with Server(lambda request: Response(404)) as metadata:
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", metadata.url)
-        monkeypatch.setattr(retries, "_METADATA_SECONDS", 0.5)
+        monkeypatch.setattr(retries, "_METADATA_SECONDS", 0.1)
         metadata.fail(fault, times=None)
-        store, path = store_of("s3://bucket/x", {"read_timeout": "1 second"})
+        store, path = store_of("s3://bucket/x", {"read_timeout": "200 ms"})
         with pytest.raises(StorageError, match="found no credentials in"):
             store.open(path)
         assert len(metadata.log) == 1

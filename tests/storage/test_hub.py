@@ -14,9 +14,10 @@ from orbax_safetensors.storage import remote, retries
 from orbax_safetensors.storage.paths import HubPath
 from orbax_safetensors.storage.schemes import store_of
 from tests.support import hang
-from tests.support.hub_files import AT, DATA, FILES, read
+from tests.support.hub_files import AT, DATA, FILES
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.hub import TOKEN
+from tests.support.store_contract import read
 
 pytestmark = pytest.mark.usefixtures("nobody")
 

@@ -18,6 +18,7 @@ from tests.support import hang
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.files import Files
 from tests.support.servers.server import Server
+from tests.support.store_contract import read
 from tests.support.told_secrets import assert_tells_no_secret
 
 DATA = bytes(os.urandom(2**20 + 12345))
@@ -39,12 +40,6 @@ def server(tmp_path):
 def opened(server, name="sub/a%20b.bin", **options):
     store, path = store_of(f"{server.url}/{name}", options)
     return store.open(path)
-
-
-def read(file, *ranges):
-    buffers = [bytearray(nbytes) for _, nbytes in ranges]
-    file.read((offset, [memoryview(buffer)]) for (offset, _), buffer in zip(ranges, buffers, strict=True))
-    return [bytes(buffer) for buffer in buffers]
 
 
 def test_the_first_bytes_come_with_opening(server):

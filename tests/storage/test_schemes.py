@@ -178,7 +178,7 @@ atexit.register(lambda: thread and thread.join())
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("how", "status"),
-    [("wait", 1), ("leave", 0), ("nothing", 0), ("answer", 0), ("fork", 7), ("child", 0), ("thread", 0)],
+    [("wait", 1), ("leave", 0), ("answer", 0), ("fork", 7), ("child", 0), ("thread", 0)],
 )
 def test_programs_end_while_a_server_stalls(web, how, status):
     (web.root / "x").write_bytes(DATA * 40)

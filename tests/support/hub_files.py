@@ -14,9 +14,3 @@ FILES = {
     "sub/deep/x.txt": b"x",
 }
 AT = remote.HEAD_BYTES + 1000
-
-
-def read(file, *ranges):
-    buffers = [bytearray(nbytes) for _, nbytes in ranges]
-    file.read((offset, [memoryview(buffer)]) for (offset, _), buffer in zip(ranges, buffers, strict=True))
-    return [bytes(buffer) for buffer in buffers]
