@@ -14,6 +14,8 @@ import orbax_safetensors as ost
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"
+# Those that take a family.
+COMMANDS = (["inspect"], ["plan", "--mesh", "x=2"])
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 3, 32, 48, 64
 H = "model.layers.{0..2}."
 MADE_OF = {
@@ -185,7 +187,6 @@ def test_without_a_family_a_registered_one_counts_for_nothing(cli):
         ost.unregister()
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["plan", "--mesh", "x=2"]])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -200,15 +201,15 @@ def test_without_a_family_a_registered_one_counts_for_nothing(cli):
         (["--family", "maxtext", "--variant", "vocab_size=7"], "vocab_size 7 would cut off the vocabulary"),
     ],
 )
-def test_a_family_that_does_not_fit_is_status_1(cli, command, options, message):
-    result = cli(*command, QWEN3, *options)
-    assert (result.status, result.out) == (1, "")
-    assert result.err.startswith("error: ")
-    assert message in result.err
-    assert result.err.count("\n") == 1
+def test_a_family_that_does_not_fit_is_status_1(cli, options, message):
+    for command in COMMANDS:
+        result = cli(*command, QWEN3, *options)
+        assert (result.status, result.out) == (1, "")
+        assert result.err.startswith("error: ")
+        assert message in result.err
+        assert result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["plan", "--mesh", "x=2"]])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -219,11 +220,12 @@ def test_a_family_that_does_not_fit_is_status_1(cli, command, options, message):
         (["--variant", "scan_layers=false"], "--variant needs a --family"),
     ],
 )
-def test_mistakes_are_status_2(cli, command, options, message):
-    result = cli(*command, QWEN3, *options)
-    assert (result.status, result.out) == (2, "")
-    assert result.err.startswith("usage: orbax-safetensors")
-    assert message in result.err
+def test_mistakes_are_status_2(cli, options, message):
+    for command in COMMANDS:
+        result = cli(*command, QWEN3, *options)
+        assert (result.status, result.out) == (2, "")
+        assert result.err.startswith("usage: orbax-safetensors")
+        assert message in result.err
 
 
 def test_no_config_is_an_error(cli, tmp_path):

@@ -17,41 +17,37 @@ def test_mesh():
     assert list(parse_mesh("b=1,a=3")) == ["b", "a"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "data", "data=", "=2", "data=0", "data=-1", "data=2,", "a=2,a=3", "a b=2", "a=2.0"]
-)
-def test_bad_mesh(text):
-    with pytest.raises(UsageError):
-        parse_mesh(text)
+def test_rule():
+    for text, spec in {
+        "k=data": ("data",),
+        "k=data,model": ("data", "model"),
+        "k=-,model": (None, "model"),
+        "k=,model": (None, "model"),
+        "k=data+model,-": (("data", "model"), None),
+        "k=": (),
+        "=data": ("data",),
+        "(?=x)a=b=data": ("data",),
+    }.items():
+        assert parse_rule(text) == (text, text.rpartition("=")[0], spec)
 
 
 @pytest.mark.parametrize(
-    ("text", "spec"),
+    ("parse", "texts"),
     [
-        ("k=data", ("data",)),
-        ("k=data,model", ("data", "model")),
-        ("k=-,model", (None, "model")),
-        ("k=,model", (None, "model")),
-        ("k=data+model,-", (("data", "model"), None)),
-        ("k=", ()),
-        ("=data", ("data",)),
-        ("(?=x)a=b=data", ("data",)),
+        (parse_mesh, ["", "data", "data=", "=2", "data=0", "data=-1", "data=2,", "a=2,a=3", "a b=2", "a=2.0"]),
+        (parse_rule, ["data", "k=a b", "k=data+", "k=-+a"]),
     ],
 )
-def test_rule(text, spec):
-    assert parse_rule(text) == (text, text.rpartition("=")[0], spec)
+def test_what_is_neither(parse, texts):
+    for text in texts:
+        with pytest.raises(UsageError):
+            parse(text)
 
 
-@pytest.mark.parametrize("text", ["data", "k=a b", "k=data+", "k=-+a"])
-def test_bad_rule(text):
-    with pytest.raises(UsageError):
-        parse_rule(text)
-
-
-@pytest.mark.parametrize("text", ["(=data", "k=data,data", "k=data+data", "k=expert"])
-def test_a_rule_that_does_not_fit_the_mesh(text):
-    with pytest.raises(RuleError):
-        given_spec([parse_rule(text)], MESH)
+def test_a_rule_that_does_not_fit_the_mesh():
+    for text in ("(=data", "k=data,data", "k=data+data", "k=expert"):
+        with pytest.raises(RuleError):
+            given_spec([parse_rule(text)], MESH)
 
 
 def test_rules_are_what_the_functions_take():

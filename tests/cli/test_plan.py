@@ -97,19 +97,12 @@ def test_arrays_that_a_spec_does_not_divide_stay_whole(cli, single):
         (["--mesh", "x=4", "--mesh", "x=2", "--files"], "--files is for one --mesh"),
         (["--mesh", "x=4", "--mesh", "y=4", "--spec", "kernel=x"], "the mesh has no axis 'x', it has ['y']"),
         (["--mesh", "x=4", "--bandwidth", "2"], "argument --bandwidth: expected bytes per second"),
-        (["--mesh", "x=4", "--bandwidth", "0GB/s"], "argument --bandwidth: expected bytes per second"),
         (["--mesh", "x=4", "--bandwidth", "1GB/s", "--latency", "3"], "argument --latency: expected a time"),
         (["--mesh", "x=4", "--latency", "3ms"], "--latency is for an estimate of the time"),
         (["--mesh", "x=4", "--streams", "0"], "argument --streams: expected a positive number"),
         (["--mesh", "x=2", "--spec", "x"], "argument --spec: expected REGEX=AXES"),
-        (["--mesh", "x=2", "--spec", "(=x"], "--spec: '(' is not a regular expression"),
-        (["--mesh", "x=2", "--spec", "kernel=y"], "the mesh has no axis 'y', it has ['x']"),
         (["--mesh", "x=2", "--spec", "odd=x"], "'odd' of shape (13,), sharded as ('x',): 13 does not divide by 2"),
         (["--mesh", "x=2", "--spec", "nothing=x"], "--spec: 'nothing' is found in none of the"),
-        (
-            ["--mesh", "x=2", "--spec", "0.bias=-,x"],
-            "'layer.0.bias' of shape (48,), sharded as (None, 'x'): expected at most 1 entries",
-        ),
     ],
 )
 def test_mistakes_are_status_2(cli, single, options, message):
