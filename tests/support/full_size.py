@@ -8,10 +8,6 @@ from orbax_safetensors.format.layout import INDEX_NAME, lay_out
 from tests.support.roots import TESTDATA
 
 GEOMETRY = TESTDATA / "geometry"
-MODELS = (
-    "deepseek-v3", "deepseek-v3-fp8", "gemma-4-26b-a4b", "gpt-oss-120b", "gpt-oss-120b-mxfp4", "llama-3.1-405b",
-    "qwen3-30b-a3b", "qwen3-next-80b-a3b",
-)  # fmt: skip
 
 
 def stored(model):

@@ -44,7 +44,7 @@ def crashed(number):
 
     Yields a list of all changes. Files that are open at the end of the block are closed, as after a kill.
     """
-    lock, calls, opened = threading.Lock(), [], set()
+    lock, calls, opened = threading.Lock(), [], {}
     real = os.open, os.close
 
     def ending(function, *args, **kwargs):
@@ -57,11 +57,11 @@ def crashed(number):
 
     def remembered(*args, **kwargs):
         descriptor = real[0](*args, **kwargs)
-        opened.add(descriptor)
+        opened[descriptor] = os.fstat(descriptor)
         return descriptor
 
     def close(descriptor):
-        opened.discard(descriptor)
+        opened.pop(descriptor, None)
         real[1](descriptor)
 
     try:
@@ -72,8 +72,10 @@ def crashed(number):
         ):
             yield calls
     finally:
-        for descriptor in opened:
-            os.close(descriptor)
+        for descriptor, file in opened.items():
+            with contextlib.suppress(OSError):  # what has closed it in another way
+                if os.path.samestat(os.fstat(descriptor), file):
+                    os.close(descriptor)
 
 
 def crashes(change):
