@@ -25,7 +25,7 @@ KINDS = {"web": "HTTP", "s3": "S3", "gcs": "GCS", "azure": "MicrosoftAzure"}
 
 def facts(error):
     """What a store goes by."""
-    said = retries.reason(error).partition(" got ")[0].replace("20..30", "")
+    said = retries.safe_reason(error).partition(" got ")[0].replace("20..30", "")
     return said, retries.status_of(error), retries._is_retryable(error), retries._is_wrong(error)
 
 

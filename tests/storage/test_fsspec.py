@@ -109,7 +109,7 @@ def test_options_are_for_the_file_system():
         store_of("faulty://models/m", {"user": "SECRET"})
 
 
-@pytest.mark.parametrize("url", ["file:///models/m", "nowhere://x", "simplecache::memory://models/m"])
-def test_urls_that_are_not_for_fsspec(url):
-    with pytest.raises(StorageError, match="expected a path or one of s3://"):
-        store_of(url, None)
+def test_urls_that_are_not_for_fsspec():
+    for url in ["file:///models/m", "nowhere://x", "simplecache::memory://models/m"]:
+        with pytest.raises(StorageError, match="expected a path or one of s3://"):
+            store_of(url, None)
