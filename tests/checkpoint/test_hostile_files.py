@@ -13,11 +13,12 @@ import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.record import RECORD_NAME
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
-from orbax_safetensors.mapping import Family, View, from_table, stack, tensor
+from orbax_safetensors.mapping import Family, from_table, stack, tensor
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.streaming import orbax_source
 from orbax_safetensors.streaming.open_source import open_source
+from tests.support.evaluate import bound
 from tests.support.family_samples import Sample
 from tests.support.sharded_files import write_pieces
 from tests.support.strategies import file_of
@@ -307,10 +308,6 @@ def test_a_config_of_a_huge_model_is_refused_soon(model, family, monkeypatch):
         assert len(message) < LONGEST
         if "more than" in message:
             assert family in message
-
-
-def bound(name, shape):
-    return View.tensor(name, shape, np.dtype("f4"))
 
 
 @pytest.mark.parametrize(

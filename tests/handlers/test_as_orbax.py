@@ -316,14 +316,6 @@ def test_save_args_of_empty_nodes(tmp_path, empty):
     assert stored["deeper.1.w"].tobytes() == expected.tobytes()
 
 
-def test_save_args_of_what_is_not_there(tmp_path):
-    with (
-        ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer,
-        pytest.raises(ost.TensorMismatchError, match="save_args has leaves that item does not have: other"),
-    ):
-        checkpointer.save(tmp_path / "x", {"w": KERNEL}, save_args={"w": ocp.SaveArgs(), "other": ocp.SaveArgs()})
-
-
 @pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2", ">f2", ">c8"])
 def test_arrays_of_the_other_byte_order(tmp_path, dtype):
     values = np.arange(6).reshape(2, 3).astype(dtype)

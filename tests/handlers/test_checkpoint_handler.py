@@ -1,8 +1,5 @@
 """Restoring through Orbax: every row of what a restore takes and returns, against the `safetensors` package."""
 
-import collections
-import dataclasses
-
 import flax
 import flax.nnx
 import flax.training.train_state
@@ -122,38 +119,6 @@ def test_an_array_says_its_own_sharding(directory, checkpointer, mesh):
     restored = checkpointer.restore(directory, item={"layer": {"w": now}}, partial_restore=True)["layer"]["w"]
     assert restored.sharding == now.sharding
     assert_same_bits(restored, W)
-
-
-Pair = collections.namedtuple("Pair", "w b")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Layer:
-    w: object
-    b: object
-
-
-@pytest.mark.parametrize(
-    ("tree", "names"),
-    [
-        (Pair("w", "b"), {"w": "w", "b": "b"}),
-        (Layer("w", "b"), {"w": "w", "b": "b"}),
-        (["w", ("b",)], {"0": "w", "1.0": "b"}),
-        ({"a": {"c": "w"}, "b": [{"d": "b"}]}, {"a.c": "w", "b.0.d": "b"}),
-        ({"a": None, "c": "w", "d": (), "e": "b"}, {"c": "w", "e": "b"}),
-        (flax.core.freeze({"k": {"w": "w"}, "b": "b"}), {"k.w": "w", "b": "b"}),
-        ({3: "w", 10: "b"}, {"3": "w", "10": "b"}),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_trees_of_every_kind(tmp_path, checkpointer, tree, names):
-    arrays = {"w": W, "b": B}
-    write(tmp_path / "x.safetensors", {name: arrays[which] for name, which in names.items()})
-    item = jax.tree.map(lambda which: struct(arrays[which]), tree)
-    restored = checkpointer.restore(tmp_path, args=ost.SafetensorsRestore(item=item))
-    assert jax.tree.structure(restored) == jax.tree.structure(item)
-    jax.tree.map(lambda which, array: assert_same_bits(array, arrays[which]), tree, restored)
 
 
 def train_state(directory):

@@ -128,18 +128,3 @@ def test_the_reader_loads_every_dtype_that_pytorch_reads(tmp_path):
     assert_same_arrays(
         load(tmp_path / "saved", {name: torch.zeros(4, 6, dtype=_TYPES[name]) for name in names}), arrays
     )
-
-
-def test_both_ways_and_back(written, whole, tmp_path, mesh):
-    """PyTorch's pieces become sharded arrays here, and its own tensors again."""
-    item = {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, P()))
-        for name, array in whole.items()
-        if name != "step"
-    }
-    with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
-        args = ost.SafetensorsRestore(item=item, partial_restore=True)
-        restored = checkpointer.restore(written / "sharded-several", args=args)
-    save(tmp_path / "saved", restored, 200)
-    empty = {name: torch.zeros_like(tensor) for name, tensor in dcp_writer.tensors().items() if name != "step"}
-    assert_same_arrays(load(tmp_path / "saved", empty), {name: whole[name] for name in item})

@@ -8,8 +8,8 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import View
 from tests.support.compare import assert_same_arrays
+from tests.support.evaluate import bound
 from tests.support.family_samples import Sample
 from tests.support.files import write
 
@@ -129,8 +129,5 @@ def test_the_scales_of_norms_that_are_not_stored_are_ones_of_float32(sample, tmp
     ],
 )
 def test_configs_that_maxtext_has_no_place_for(sample, change, scan_layers, message):
-    def bind(name, shape):
-        return View.tensor(name, shape, np.dtype("f4"))
-
     with pytest.raises(MappingError, match=message):
-        sample.family.describe(sample.config | change, {"scan_layers": scan_layers}, bind)
+        sample.family.describe(sample.config | change, {"scan_layers": scan_layers}, bound)

@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
-from tests.support.evaluate import binder, evaluate, given_back, uses
+from tests.support.evaluate import binder, bound, evaluate, given_back, uses
 from tests.support.strategies import examples
 
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
@@ -116,7 +115,7 @@ def test_a_tree_has_every_stored_element_once_and_gives_it_back(data):
 
     def bind(tensor, shape):
         shapes[tensor] = shape
-        return View.tensor(tensor, shape, np.dtype("f4"))
+        return bound(tensor, shape)
 
     family.describe(config, variant, bind)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

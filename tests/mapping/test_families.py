@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4_SMALL
 from tests.support.compare import assert_same_arrays
-from tests.support.evaluate import binder, evaluate, given_back, uses
+from tests.support.evaluate import binder, bound, evaluate, given_back, unused, uses
 from tests.support.family_samples import FAMILY, TREES, Sample, made_with
 
 # These samples' parameters are what is stored, moved but not computed with.
@@ -18,10 +17,6 @@ MOVED = [
     "deepseek2", "deepseek3", "deepseek3.2", "deepseek3_mtp", "deepseek4", "gpt-oss", "kimi-k2", "llama4",
     "llama4_dense", "olmo3", "qwen2.5", "qwen3", "qwen3-moe", "qwen3_next", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe",
 ]  # fmt: skip
-
-
-def unused(tree, name):
-    return any(re.fullmatch(pattern, name) for pattern in tree.unused)
 
 
 @pytest.mark.parametrize(("name", "mode"), TREES)
@@ -122,7 +117,7 @@ class TestMultiTokenPrediction:
 
         def bind(name, shape):
             asked[name] = shape
-            return View.tensor(name, shape, np.dtype("f4"))
+            return bound(name, shape)
 
         tree = sample.family.describe(sample.config, {}, bind)
         absent = asked.keys() - sample.stored.keys()
@@ -159,7 +154,7 @@ class TestMultiTokenPrediction:
     def test_several_layers_follow_each_other(self):
         sample = Sample("deepseek3_mtp")
         config = {**sample.config, "num_nextn_predict_layers": 2}
-        tree = sample.family.describe(config, {}, lambda name, shape: View.tensor(name, shape, np.dtype("f4")))
+        tree = sample.family.describe(config, {}, bound)
         view = tree["params.mtp_block.mtp_layer_2.mtp_2_transformer_layer.self_attention.wkv_a.kernel"]
         assert view.tensors == ("model.layers.5.self_attn.kv_a_proj_with_mqa.weight",)
 
@@ -262,7 +257,7 @@ class TestGemma3:
 
         def bind(name, shape):
             shapes[name] = shape
-            return View.tensor(name, shape, np.dtype("f4"))
+            return bound(name, shape)
 
         FAMILY["maxtext.gemma3"].describe(config, {}, bind)
         layer = "language_model.model.layers.33."
@@ -336,9 +331,7 @@ def test_trees_of_other_sizes_have_as_many_leaves_as_maxtexts(name, text, tower,
     for scan_layers, leaves in ((True, scanned), (False, unscanned)):
         if leaves is not None:
             variant = {"scan_layers": scan_layers}
-            tree = sample.family.describe(
-                sample.config, variant, lambda name, shape: View.tensor(name, shape, np.dtype("f4"))
-            )
+            tree = sample.family.describe(sample.config, variant, bound)
             assert len(tree) == leaves
 
 

@@ -1,13 +1,10 @@
 """Gemma 4: the configs that describe it, the switch for its tower, and what MaxText has no place for."""
 
-import re
-
-import numpy as np
 import pytest
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import View, registry
-from tests.support.evaluate import binder, evaluate
+from orbax_safetensors.mapping import registry
+from tests.support.evaluate import binder, bound, evaluate, unused
 from tests.support.family_samples import FAMILY, Sample
 
 EVERY = ("gemma4", "gemma4_moe", "gemma4_small")
@@ -16,10 +13,6 @@ TOWER = "params.vision_encoder."
 
 def text(sample):
     return sample.config["text_config"]
-
-
-def unused(tree, name):
-    return any(re.fullmatch(pattern, name) for pattern in tree.unused)
 
 
 # --- configs ---
@@ -139,7 +132,7 @@ def test_keys_and_values_that_are_not_used_may_be_stored():
 def test_a_model_without_shared_layers_uses_all_keys():
     sample = Sample("gemma4_small")
     text(sample)["num_kv_shared_layers"] = 0
-    tree = sample.family.describe(sample.config, {}, lambda name, shape: View.tensor(name, shape, np.dtype("f4")))
+    tree = sample.family.describe(sample.config, {}, bound)
     assert all(f"params.decoder.layers_{i}.self_attention.value.kernel" in tree for i in range(20))
     assert not unused(tree, "model.language_model.layers.19.self_attn.k_proj.weight")
 

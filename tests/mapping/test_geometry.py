@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from math import prod
 
-import numpy as np
 import pytest
 
 from orbax_safetensors.geometry.strided import extent
-from orbax_safetensors.mapping import View, registry
+from orbax_safetensors.mapping import registry
+from tests.support.evaluate import bound
 from tests.support.roots import TESTDATA
 
 pytestmark = pytest.mark.full_size
@@ -48,7 +48,7 @@ def test_every_tensor_is_used_once_with_the_shape_it_has(name):
 
     def bind(tensor, shape):
         described[tensor] = shape
-        return View.tensor(tensor, shape, np.dtype("f4"))
+        return bound(tensor, shape)
 
     tree = registry.find("maxtext", config).describe(config, {}, bind)
 
@@ -83,7 +83,7 @@ EXTRA = (
 def whole_tree(name):
     config = config_of(name)
     family = registry.find("maxtext", config)
-    return family.describe(config, {}, lambda name, shape: View.tensor(name, shape, np.dtype("f4")))
+    return family.describe(config, {}, bound)
 
 
 def test_the_shape_of_deepseek_v3():

@@ -1,7 +1,6 @@
 """Qwen3-Next and Qwen3.5: where full attention is, how experts are stored, and the switch for the tower."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -10,16 +9,12 @@ import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import registry
 from tests.support.compare import assert_same_arrays
-from tests.support.evaluate import binder, evaluate
+from tests.support.evaluate import binder, evaluate, unused
 from tests.support.family_samples import Sample
 from tests.support.files import write
 
 TOWER = "params.vision_encoder."
 LANGUAGE = "model.language_model."
-
-
-def unused(tree, name):
-    return any(re.fullmatch(pattern, name) for pattern in tree.unused)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3.5"])

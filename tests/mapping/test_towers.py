@@ -7,9 +7,9 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.family import wrapper_of
 from orbax_safetensors.mapping.inference import fit
+from tests.support.evaluate import bound, unused
 from tests.support.family_samples import FAMILY, Sample
 from tests.support.files import write
 
@@ -25,10 +25,6 @@ def towers(tree):
 
 def stored_names(tree):
     return {name for view in tree.values() for name in view.tensors}
-
-
-def unused(tree, name):
-    return any(re.fullmatch(pattern, name) for pattern in tree.unused)
 
 
 @pytest.mark.parametrize("name", WITH_TOWERS)
@@ -111,9 +107,7 @@ def test_layers_that_maxtext_does_not_stack(name):
 def test_layers_of_llama_4_without_experts(step):
     sample = Sample("llama4")
     text = {**sample.config["text_config"], "interleave_moe_layer_step": step, "moe_layers": None}
-    tree = sample.family.describe(
-        {**sample.config, "text_config": text}, {}, lambda name, shape: View.tensor(name, shape, np.dtype("f4"))
-    )
+    tree = sample.family.describe({**sample.config, "text_config": text}, {}, bound)
     dense = {path.split(".")[3] for path in tree if path.endswith(".mlp.wo.kernel")}
     assert dense == ({"layers_0", "layers_2"} if step == 2 else set())
     if dense:

@@ -2,11 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
+from tests.support.evaluate import bound
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -38,7 +37,7 @@ def described(architecture, config, variant=()):
 
     def bind(name, shape):
         shapes[name] = shape
-        return View.tensor(name, shape, np.dtype("f4"))
+        return bound(name, shape)
 
     return list(FAMILY[architecture].describe(config, dict(variant), bind)), shapes
 

@@ -8,10 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families.tunix import FAMILIES
 from tests.support.compare import assert_same_arrays
-from tests.support.evaluate import binder, evaluate, given_back
+from tests.support.evaluate import binder, bound, evaluate, given_back
 from tests.support.family_samples import Sample
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -79,7 +78,7 @@ def test_the_steps_in_numpy_and_back(name):
 def test_keys_and_values_with_as_many_heads_as_queries():
     sample = Sample("gemma3")
     config = sample.config["text_config"] | {"num_key_value_heads": 4}
-    tree = FAMILY["tunix.gemma3"].describe({"text_config": config}, {}, lambda n, s: View.tensor(n, s, np.dtype("f4")))
+    tree = FAMILY["tunix.gemma3"].describe({"text_config": config}, {}, bound)
     assert tree["layers.0.attn.qkv_einsum.w"].shape == (3, 4, 32, 12)
     assert tree["layers.0.attn.qkv_einsum.w"].tensors == tuple(
         f"language_model.model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"

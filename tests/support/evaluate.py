@@ -1,5 +1,6 @@
 """Trees of views made into arrays and back, slowly and in memory, with nothing of what restores and saves."""
 
+import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -7,9 +8,20 @@ import numpy as np
 from orbax_safetensors.geometry import elementwise
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping import Tree
 from tests.support.views import run, run_backwards
 
 Arrays = dict[str, np.ndarray]
+
+
+def bound(name: str, shape: tuple[int, ...]) -> View:
+    """A tensor of float32, whatever name and shape a description wants."""
+    return View.tensor(name, shape, np.dtype(np.float32))
+
+
+def unused(tree: Tree, name: str) -> bool:
+    """Whether a stored tensor is one that the tree leaves out."""
+    return any(re.fullmatch(pattern, name) for pattern in tree.unused)
 
 
 def binder(stored: Mapping[str, np.ndarray]) -> Callable[[str, tuple[int, ...]], View]:
