@@ -95,9 +95,3 @@ def test_quantised_tensors_against_plain_ones(cli, tmp_path):
     plain = tmp_path / "plain"
     ost.save(plain, tensors, like=QWEN3)
     assert cli("diff", QWEN3, plain, "--family", "dequantized").status == 0
-
-
-def test_what_cannot_be_read_is_an_error(cli, single, tmp_path):
-    result = cli("diff", single, tmp_path / "none")
-    assert (result.status, result.out) == (1, "")
-    assert result.err == f"error: {tmp_path}/none: no such file or directory\n"

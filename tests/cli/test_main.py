@@ -97,7 +97,7 @@ def test_an_empty_path(cli):
         assert " a path or a URL" in result.err
 
 
-@pytest.mark.parametrize("argv", [["inspect"], ["plan", "--mesh", "x=2"], ["demo"]])
+@pytest.mark.parametrize("argv", [["inspect"], ["plan", "--mesh", "x=2"], ["verify"], ["diff", QWEN3], ["demo"]])
 def test_errors_are_one_line_and_status_1(cli, tmp_path, argv):
     path = tmp_path / "no\nsuch"
     result = cli(*argv, path)

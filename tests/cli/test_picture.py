@@ -16,7 +16,6 @@ from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.demo import show
 from orbax_safetensors.cli.picture import Stretches, amounts, picture, stretches
 from orbax_safetensors.cli.tables import Page
-from orbax_safetensors.errors import StorageError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import runs_of
@@ -220,8 +219,6 @@ def test_mistakes(cli, tmp_path, single):
     result = cli("plan", single, "--mesh", "x=2", "--picture", tmp_path / "no" / "page.html")
     assert (result.status, result.out) == (1, "")
     assert result.err == f"error: {tmp_path}/no/page.html: there is no directory to write it to\n"
-    with pytest.raises(StorageError, match="there is no directory"):
-        Page(str(tmp_path / "no" / "page.html"))
 
 
 @pytest.fixture

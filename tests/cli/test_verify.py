@@ -25,21 +25,6 @@ def test_every_fault_has_a_line(cli, directory):
         assert line.startswith(f"{directory / file}: expected")
 
 
-def test_a_missing_file_and_a_wrong_header(cli, directory):
-    (directory / FILES[0]).unlink()
-    (directory / FILES[1]).write_bytes(b"\xff" * 64)
-    result = cli("verify", directory)
-    assert result.status == 1
-    assert [line.split(": ")[0] for line in result.out.splitlines()] == [str(directory / file) for file in FILES]
-
-
-def test_what_is_not_there_is_an_error(cli, tmp_path):
-    for missing in (tmp_path / "none", tmp_path / "none.safetensors"):
-        result = cli("verify", missing)
-        assert (result.status, result.out) == (1, "")
-        assert result.err == f"error: {missing}: no such file or directory\n"
-
-
 def test_an_index_alone(cli, directory):
     for file in FILES:
         (directory / file).unlink()
