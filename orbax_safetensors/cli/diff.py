@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 from orbax_safetensors.checkpoint.files import is_orbax
@@ -95,15 +96,13 @@ def _document(first: TileSource, second: TileSource, compared: Comparison) -> di
 def _show(first: TileSource, second: TileSource, compared: Comparison, output: Printer) -> None:
     for side, names in zip("AB", compared.only, strict=True):
         if names:
-            output.table((f"only in {side}",), [(text,) for text, _ in output.joined(names)])
-    shapes: dict[tuple[str, str], list[str]] = {}
-    for array in compared.different:
-        if array.changed is None:
-            one, two = map(shape_text, array.shapes)
-            shapes.setdefault((one, two), []).append(array.name)
-    if shapes:
-        rows = [(text, *pair) for pair, names in shapes.items() for text, _ in output.joined(names)]
-        output.table(("other shape", "in A", "in B"), rows)
+            output.table((f"only in {side}",), [(text,) for text, _ in output.joined(names, name=str)])
+    reshaped = [array for array in compared.different if array.changed is None]
+    if reshaped:
+        rows = output.joined(reshaped, attrgetter("shapes"))
+        output.table(
+            ("other shape", "in A", "in B"), [(text, *map(shape_text, arrays[0].shapes)) for text, arrays in rows]
+        )
     values = [array for array in compared.different if array.changed is not None]
     if values:
         _show_values(values, output)
@@ -121,16 +120,11 @@ def _show(first: TileSource, second: TileSource, compared: Comparison, output: P
 
 def _show_values(arrays: Sequence[ArrayDifference], output: Printer) -> None:
     """Print the arrays whose values differ most first; on a terminal those whose names differ in numbers are one."""
-    groups: dict[str, dict[str, ArrayDifference]] = {}
-    for array in arrays:
-        dtypes = " and ".join(dict.fromkeys(dtype.name for dtype in array.dtypes))
-        groups.setdefault(dtypes, {})[array.name] = array
     rows: list[tuple[Cell, ...]] = []
-    for dtypes, named in groups.items():
-        for text, names in output.joined(named):
-            joined = [named[name] for name in names]
-            changed, elements = sum(array.changed or 0 for array in joined), sum(array.elements for array in joined)
-            largest = max(array.largest or 0 for array in joined)
-            rows.append((text, dtypes, changed, elements, f"{largest:.6g}"))
+    for text, joined in output.joined(arrays, attrgetter("dtypes")):
+        dtypes = " and ".join(dict.fromkeys(dtype.name for dtype in joined[0].dtypes))
+        changed, elements = sum(array.changed or 0 for array in joined), sum(array.elements for array in joined)
+        largest = max(array.largest or 0 for array in joined)
+        rows.append((text, dtypes, changed, elements, f"{largest:.6g}"))
     rows.sort(key=lambda row: -float(row[-1]))
     output.worst(("other values", "dtype", "changed", "elements", "largest difference"), rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from orbax_safetensors import LinkPlan, link, plan_link
@@ -131,10 +132,8 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Printer) -> in
 
 def _print_made(plan: LinkPlan, output: Printer) -> None:
     """Print the arrays to materialise: on a terminal arrays whose names differ in numbers alone are one line."""
-    made = {array.name: array for array in plan.arrays if array.made is not None}
-    reasons = dict.fromkeys(array.made for array in made.values())
-    rows = [row for reason in reasons for row in output.joined(name for name in made if made[name].made == reason)]
+    rows = output.joined((array for array in plan.arrays if array.made is not None), attrgetter("made"))
     output.table(
         ("to materialise", "bytes", "because"),
-        ((text, Size(sum(made[name].nbytes for name in names)), made[names[0]].made or "") for text, names in rows),
+        ((text, Size(sum(array.nbytes for array in arrays)), arrays[0].made or "") for text, arrays in rows),
     )

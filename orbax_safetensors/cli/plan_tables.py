@@ -182,10 +182,7 @@ def orbax_processes(plan: OrbaxRestorePlan, read: str, time: TimeEstimate | None
 
 def orbax_over_reads(plan: OrbaxRestorePlan, output: Printer) -> None:
     """Print the leaves whose chunks waste most, and the chunks that would waste nothing."""
-    groups: dict[object, list[OrbaxLeafOverRead]] = {}
-    for leaf in plan.over_reads:
-        form = (leaf.shape, leaf.chunk_shape, leaf.shard_shape) if output.for_people else None
-        groups.setdefault(form, []).append(leaf)
+    rows = output.joined(plan.over_reads, lambda leaf: (leaf.shape, leaf.chunk_shape, leaf.shard_shape))
     output.worst(
         ("leaf", "needed", "read decoded", "over-read", "chunks", "chunk", "instead"),
         [
@@ -198,7 +195,7 @@ def orbax_over_reads(plan: OrbaxRestorePlan, output: Printer) -> None:
                 shape_text(leaves[0].chunk_shape),
                 shape_text(leaves[0].shard_shape),
             )
-            for text, leaves, reads in _most_wasteful(groups.values(), output)
+            for text, leaves, reads in _most_wasteful(rows)
         ],
     )
 
@@ -253,7 +250,7 @@ def _over_reads(scenario: Scenario, output: Printer) -> None:
     others = scenario.restore.cheaper_shardings(scenario.plan)
     digits = ".2f" if output.for_people else ".6g"
     rows: list[tuple[Cell, ...]] = []
-    for text, leaves, reads in _most_wasteful([scenario.plan.over_reads], output):
+    for text, leaves, reads in _most_wasteful(output.joined(scenario.plan.over_reads)):
         best = _best([others[leaf.name] for leaf in leaves])
         # A partition that reads as much is not worth a line.
         advice = ("-", "-")
@@ -263,20 +260,10 @@ def _over_reads(scenario: Scenario, output: Printer) -> None:
     output.worst(("leaf", "needed", "read", "over-read", "instead", "then"), rows)
 
 
-def _most_wasteful(
-    groups: Iterable[Sequence[_OverRead]], output: Printer
-) -> list[tuple[str, Sequence[_OverRead], Reads]]:
-    """Return rows of leaves: names, leaves and their sums, those first that waste most.
-
-    On a terminal, leaves of one group whose names differ in their numbers alone have one row.
-    """
-    rows = []
-    for group in groups:
-        by_name = {leaf.name: leaf for leaf in group}
-        for text, names in output.joined(by_name):
-            leaves = [by_name[name] for name in names]
-            rows.append((text, leaves, Reads.total(leaves)))
-    return sorted(rows, key=lambda row: row[2].needed_bytes - row[2].read_bytes)
+def _most_wasteful(rows: Iterable[tuple[str, list[_OverRead]]]) -> list[tuple[str, list[_OverRead], Reads]]:
+    """Return rows of leaves with the sums of their reads, those first that waste most."""
+    summed = [(text, leaves, Reads.total(leaves)) for text, leaves in rows]
+    return sorted(summed, key=lambda row: row[2].needed_bytes - row[2].read_bytes)
 
 
 def _best(choices: Sequence[Sequence[CheaperSharding]]) -> CheaperSharding | None:

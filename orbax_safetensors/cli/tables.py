@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from orbax_safetensors import StorageError
 from orbax_safetensors.cli.braces import in_braces
@@ -44,6 +45,7 @@ class Seconds(float):
 
 Cell = str | int | float
 Facts = list[tuple[str, Cell]]
+_Entry = TypeVar("_Entry")
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -151,9 +153,23 @@ class Printer:
         if more > 0:
             self.line(f" and {more:,} more; --json has all")
 
-    def joined(self, names: Iterable[str]) -> list[tuple[str, list[str]]]:
-        """Return names as rows of a table have them, `in_braces` on a terminal, each with the names it stands for."""
-        return in_braces(names) if self.for_people else [(name, [name]) for name in names]
+    def joined(
+        self,
+        entries: Iterable[_Entry],
+        key: Callable[[_Entry], Hashable] = lambda entry: None,
+        *,
+        name: Callable[[_Entry], str] = attrgetter("name"),
+    ) -> list[tuple[str, list[_Entry]]]:
+        """Return the name of each row of a table, and the entries that it stands for: one in a pipe.
+
+        On a terminal, entries that have the same key, and whose names differ in their numbers alone, are one row.
+        """
+        if not self.for_people:
+            return [(name(entry), [entry]) for entry in entries]
+        groups: dict[Hashable, dict[str, _Entry]] = {}
+        for entry in entries:
+            groups.setdefault(key(entry), {})[name(entry)] = entry
+        return [(text, [group[one] for one in names]) for group in groups.values() for text, names in in_braces(group)]
 
     def facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
         """Print names with a value each, one to a line."""
