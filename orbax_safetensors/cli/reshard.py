@@ -6,15 +6,11 @@ import argparse
 from collections.abc import Callable
 
 from orbax_safetensors import reshard
-from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli.arguments import parse_bytes, refuse
 from orbax_safetensors.cli.convert import add_common_arguments, common, report_conversion
 from orbax_safetensors.cli.long_run import begin
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
-from orbax_safetensors.devices.agreement import new_key, same_arguments, together
-from orbax_safetensors.format.layout import MAX_FILE_BYTES
-from orbax_safetensors.storage.paths import absolute_path
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
@@ -58,14 +54,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     if args.mesh is not None:
         refuse(args, ("max_file_bytes",), "is not for a --mesh, whose devices have a file each")
     arguments = common(args)
+    if args.max_file_bytes is not None:
+        arguments["max_file_bytes"] = args.max_file_bytes
     begin(args)
-    # In all processes or in none, as each may find something else, or have other options.
-    if together(
-        new_key("job"),
-        lambda: is_orbax(absolute_path(args.source)),
-        lambda found: repr((found, args.max_file_bytes)),
-        check=same_arguments,
-    ):
-        refuse(args, ("max_file_bytes",), "is for safetensors, and SOURCE is a checkpoint of Orbax")
-    arguments["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
     return report_conversion(args, output, reshard, arguments)
