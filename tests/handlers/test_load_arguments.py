@@ -226,8 +226,7 @@ def test_wrong_names(directory, target, partial, error, message):
         ost.load(directory, target, partial=partial)
 
 
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("family", [None, "flat"])
+@pytest.mark.parametrize(("saved", "family"), [(False, None), (False, "flat"), (True, "flat")])
 def test_what_is_there_of_a_checkpoint_in_part(tmp_path, line, saved, family):
     """A file that the index names is missing, and a file lacks a tensor that the index says is there."""
     tree = {name: jnp.full(1024, number, jnp.float32) for number, name in enumerate("abcd")}

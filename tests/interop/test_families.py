@@ -261,13 +261,6 @@ ROUNDED = {
     "gemma3 text": Case(
         "Gemma3ForCausalLM", "Gemma3TextConfig", UNEVEN | CYCLE_AND_MORE, f"{_NORMS}|{_EMBEDDING}", same_logits=False
     ),
-    "gemma3 text, untied": Case(
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        UNEVEN | CYCLE_AND_MORE | {"tie_word_embeddings": False},
-        f"{_NORMS}|{_EMBEDDING}",
-        same_logits=False,
-    ),
     "gemma4": Case(
         "Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4 | LARGE | {"hidden_size": 48}, _EMBEDDING, same_logits=False
     ),
