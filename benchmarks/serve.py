@@ -24,7 +24,7 @@ sys.path.append(os.fspath(Path(__file__).parents[1]))
 from tests.support.servers.faults import Call
 from tests.support.servers.files import Files
 from tests.support.servers.objects import Object, read
-from tests.support.servers.server import Bytes, Request, Response, Server
+from tests.support.servers.server import Request, Response, Server
 
 ASKED, BUCKET = "/.asked", "bucket"
 
@@ -42,14 +42,14 @@ class Counted:
             return self._tell()
         answer = (self._bucket if f"{request.path}/".startswith(f"/{BUCKET}/") else self._directory)(request)
         start, stop = request.range or (0, None)
-        nbytes = 0 if request.method == "HEAD" else answer.body.nbytes
+        nbytes = 0 if request.method == "HEAD" else len(answer.body)
         self._asked.append((request.method, request.path, start, stop or start + nbytes, nbytes + len(request.body)))
         return answer
 
     def _tell(self) -> Response:
         (asked, self._asked), cpu = (self._asked, []), time.process_time()
         cpu_seconds, self._cpu = cpu - self._cpu, cpu
-        return Response(200, body=Bytes(json.dumps({"asked": asked, "cpu_seconds": cpu_seconds}).encode()))
+        return Response(200, body=json.dumps({"asked": asked, "cpu_seconds": cpu_seconds}).encode())
 
 
 class Bucket:
@@ -90,14 +90,14 @@ class Bucket:
             if key not in self._objects:
                 return Response(404)
             data = b"".join(self._objects[key])
-        return read(request, Object(len(data), "object", 0.0, lambda start, stop: Bytes(memoryview(data)[start:stop])))
+        return read(request, Object(len(data), "object", 0.0, lambda start, stop: data[start:stop]))
 
 
 def _xml(text: str, request: Request) -> Response:
     (name,) = re.findall(r"^<(\w+)>", text)
     inside = f"<Bucket>{BUCKET}</Bucket><Key>{request.path}</Key></{name}>"
     headers = {"Content-Type": "application/xml", "x-goog-generation": "1"}
-    return Response(200, headers, Bytes((text + inside).encode()))
+    return Response(200, headers, (text + inside).encode())
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from tests.support.roots import ROOT
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.files import Files
 from tests.support.servers.processes import serving
-from tests.support.servers.server import Bytes, Response, Server
+from tests.support.servers.server import Response, Server
 
 DATA = os.urandom(5000)
 
@@ -95,7 +95,7 @@ def test_leaving_ends_what_waits(tmp_path):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_of_requests(chunked):
-    with Server(lambda request: Response(200, body=Bytes(request.body))) as server:
+    with Server(lambda request: Response(200, body=request.body)) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         pieces = [b"a" * 10, b"b" * 5000, b"c"]
         for _ in range(2):

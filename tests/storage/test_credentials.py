@@ -11,7 +11,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import retries
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.servers.faults import Answer, Cut
-from tests.support.servers.server import Bytes, Response, Server
+from tests.support.servers.server import Response, Server
 
 DATA = bytes(range(256))
 NOWHERE = "127.0.0.1:1"
@@ -109,9 +109,9 @@ def test_a_machine_with_a_role(monkeypatch, signed):
 
     def answer(request):
         if request.path == "/latest/api/token":
-            return Response(200, {}, Bytes(b"token"))
+            return Response(200, {}, b"token")
         body = json.dumps({"Code": "Success", **role}) if request.path.endswith("/mine") else "mine"
-        return Response(200, {}, Bytes(body.encode()))
+        return Response(200, {}, body.encode())
 
     with Server(answer) as metadata:
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", metadata.url)

@@ -12,7 +12,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import hub_api
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.hub_files import FILES
-from tests.support.servers.server import Bytes, Response, Server
+from tests.support.servers.server import Response, Server
 
 pytestmark = pytest.mark.usefixtures("nobody")
 
@@ -33,7 +33,7 @@ def test_options_instead_of_the_environment(hub, commit, monkeypatch):
 @pytest.mark.server
 def test_a_proxy(monkeypatch):
     answer = json.dumps({"id": "owner/name", "sha": "c" * 40, "siblings": []}).encode()
-    with Server(lambda request: Response(200, {}, Bytes(answer))) as proxy:
+    with Server(lambda request: Response(200, {}, answer)) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         huggingface_hub.close_session()  # which has read the environment
         assert store_of("hf://owner/name", {"endpoint": "http://hub.invalid"})[1] == f"hf://owner/name@{'c' * 40}"

@@ -37,6 +37,5 @@ def create_container(app: App, name: str) -> None:
     digest = hmac.digest(base64.b64decode(KEY), text.encode(), hashlib.sha256)
     request.headers.add_header("Authorization", f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}")
     response = app(request)
-    response.body.close()
     if response.status != 201:
         raise RuntimeError(f"Azurite makes no container: {response.status} {response.headers}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 from urllib.parse import urlsplit
 
-from tests.support.servers.server import App, Bytes, Request, Response
+from tests.support.servers.server import App, Request, Response
 
 # What a connection says of itself, or this server by itself.
 _NOT_ASKED = {"connection", "transfer-encoding", "content-length", "expect"}
@@ -38,6 +38,6 @@ def forward(url: str) -> App:
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in _NOT_ANSWERED}
         if request.method == "HEAD" and "Content-Length" in answer.headers:
             headers["Content-Length"] = answer.headers["Content-Length"]
-        return Response(answer.status, headers, Bytes(body))
+        return Response(answer.status, headers, body)
 
     return answered

@@ -17,7 +17,7 @@ import xml.etree.ElementTree as ET
 from xml.sax.saxutils import escape
 
 from tests.support.servers.objects import Object, read
-from tests.support.servers.server import Bytes, Request, Response
+from tests.support.servers.server import Request, Response
 
 TOKEN = "token"
 # Headers of an upload that are given back with the object.
@@ -110,10 +110,9 @@ class Gcs:
             "x-goog-metageneration": "1",
             "x-goog-stored-content-length": str(len(found.data)),
         }
-        view = memoryview(found.data)
         return read(
             request,
-            Object(len(found.data), found.etag, found.modified, lambda start, stop: Bytes(view[start:stop]), headers),
+            Object(len(found.data), found.etag, found.modified, lambda start, stop: found.data[start:stop], headers),
         )
 
     def store(self, objects: dict[str, Stored], key: str, data: bytes, etag: str, headers: dict[str, str]) -> Stored:
@@ -167,7 +166,7 @@ def _list(bucket: str, objects: dict[str, Stored], query: dict[str, str]) -> Res
                 f'<LastModified>{_iso(stored.modified)}</LastModified><ETag>"{stored.etag}"</ETag>'
                 f"<Size>{len(stored.data)}</Size></Contents>"
             )
-    return _ok(Bytes(f"<ListBucketResult>{''.join(lines)}</ListBucketResult>".encode()))
+    return _ok(f"<ListBucketResult>{''.join(lines)}</ListBucketResult>".encode())
 
 
 def _kept(request: Request) -> dict[str, str]:
@@ -178,13 +177,13 @@ def _kept(request: Request) -> dict[str, str]:
     }
 
 
-def _ok(body: Bytes) -> Response:
+def _ok(body: bytes) -> Response:
     return Response(200, {"Content-Type": "application/xml"}, body)
 
 
-def _xml(name: str, **values: str) -> Bytes:
+def _xml(name: str, **values: str) -> bytes:
     inside = "".join(f"<{key}>{escape(value)}</{key}>" for key, value in values.items())
-    return Bytes(f'<?xml version="1.0" encoding="UTF-8"?><{name}>{inside}</{name}>'.encode())
+    return f'<?xml version="1.0" encoding="UTF-8"?><{name}>{inside}</{name}>'.encode()
 
 
 def _iso(seconds: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from tests.support.servers.gcs import Gcs, Stored, listed
-from tests.support.servers.server import Bytes, Request, Response
+from tests.support.servers.server import Request, Response
 
 # Entries of a listing that come at once; of Google's there are 1000.
 _PAGE = 20
@@ -85,12 +85,12 @@ class GcsWithJson:
             return _json(_facts(bucket, name, stored))
         headers = {"x-goog-generation": str(stored.generation), "Content-Type": "application/octet-stream"}
         if request.range is None:
-            return Response(200, headers, Bytes(stored.data))
+            return Response(200, headers, stored.data)
         start, stop, _ = slice(*request.range).indices(len(stored.data))
         if start >= stop:
             return Response(416, {"Content-Range": f"bytes */{len(stored.data)}"})
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(stored.data)}"
-        return Response(206, headers, Bytes(stored.data[start:stop]))
+        return Response(206, headers, stored.data[start:stop])
 
     def _copy(self, request: Request, bucket: str, name: str, kind: str, to: str | None, to_name: str) -> Response:
         objects = self._gcs.buckets[bucket]
@@ -175,7 +175,7 @@ def _content(part: bytes) -> bytes:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(status, {"Content-Type": "application/json"}, Bytes(json.dumps(value).encode()))
+    return Response(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
 
 
 def _error(status: int, message: str) -> Response:

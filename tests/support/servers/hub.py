@@ -11,13 +11,14 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from tests.support.servers.objects import Object, read
-from tests.support.servers.server import Body, Bytes, FilePart, Request, Response
+from tests.support.servers.server import Request, Response
 
 # Of the owner of all repositories, which nobody else must see.
 TOKEN = "hf_owner"
@@ -46,10 +47,11 @@ class Blob:
             return hashlib.sha256(self.data).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
 
-    def part(self, start: int, stop: int) -> Body:
+    def part(self, start: int, stop: int) -> bytes:
         if isinstance(self.data, bytes):
-            return Bytes(memoryview(self.data)[start:stop])
-        return FilePart(open(self.data, "rb"), start, stop)
+            return self.data[start:stop]
+        with open(self.data, "rb") as file:
+            return os.pread(file.fileno(), stop - start, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +179,7 @@ class Network:
         with self._lock:
             entry = self._links.get(request.query.get("Signature", ""))
         if entry is None or request.path != f"/repos/{entry.etag}":
-            return Response(
-                403, {"Content-Type": "application/xml"}, Bytes(b"<Error><Code>AccessDenied</Code></Error>")
-            )
+            return Response(403, {"Content-Type": "application/xml"}, b"<Error><Code>AccessDenied</Code></Error>")
         return read(request, Object(entry.blob.nbytes, entry.etag, 0.0, entry.blob.part))
 
 
@@ -189,4 +189,4 @@ def refused(status: int, code: str, message: str, **headers: str) -> Response:
 
 
 def _json(value: object) -> Response:
-    return Response(200, {"Content-Type": "application/json"}, Bytes(json.dumps(value).encode()))
+    return Response(200, {"Content-Type": "application/json"}, json.dumps(value).encode())

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from email.utils import formatdate
 
-from tests.support.servers.server import Body, Request, Response
+from tests.support.servers.server import Request, Response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Object:
     # Seconds since 1970.
     modified: float
     # Its bytes from a start to a stop.
-    part: Callable[[int, int], Body]
+    part: Callable[[int, int], bytes]
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -13,7 +13,6 @@ import fnmatch
 import http
 import http.client
 import itertools
-import os
 import re
 import socket
 import struct
@@ -22,14 +21,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from email.utils import formatdate
 from functools import cached_property
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 from urllib.parse import parse_qsl, unquote
 
 from tests.support import hang
 from tests.support.servers.faults import Answer, Call, Cut, Fault, IgnoreRange, SetHeader
 
-# Bytes given to the kernel at a time: few enough to count what a broken connection took, many enough to be fast.
-_PIECE = 1 << 20
 # Connections that may wait to be accepted: a client that opens hundreds at once shall not see one refused.
 _BACKLOG = 1024
 # SO_LINGER with a time of 0: closing sends a reset.
@@ -71,62 +68,13 @@ class Request:
         return int(first), int(last) + 1 if last else None
 
 
-class Body(Protocol):
-    """The bytes of a response, which can be sent once."""
-
-    nbytes: int
-
-    def send(self, connection: socket.socket, count: int) -> Iterator[int]:
-        """Sends the first `count` bytes; yields how many went, each time that some did."""
-
-    def close(self) -> None: ...
-
-
-class Bytes:
-    """A body in memory."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self.nbytes = self._data.nbytes
-
-    def send(self, connection: socket.socket, count: int) -> Iterator[int]:
-        start = 0
-        while start < count:
-            sent = connection.send(self._data[start : min(start + _PIECE, count)])
-            start += sent
-            yield sent
-
-    def close(self) -> None:
-        self._data.release()
-
-
-class FilePart:
-    """Bytes `start` to `stop` of an open file, which go from the page cache to the socket."""
-
-    def __init__(self, file: BinaryIO, start: int, stop: int) -> None:
-        self._file, self._start = file, start
-        self.nbytes = stop - start
-
-    def send(self, connection: socket.socket, count: int) -> Iterator[int]:
-        start, stop = self._start, self._start + count
-        while start < stop:
-            sent = os.sendfile(connection.fileno(), self._file.fileno(), start, min(_PIECE, stop - start))
-            if not sent:
-                raise ConnectionError(f"the file has become shorter than {stop} bytes")
-            start += sent
-            yield sent
-
-    def close(self) -> None:
-        self._file.close()
-
-
 @dataclasses.dataclass
 class Response:
     """An answer. `Content-Length` comes from the body, or from `headers` where a HEAD has no body."""
 
     status: int
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
-    body: Body = dataclasses.field(default_factory=lambda: Bytes(b""))
+    body: bytes = b""
 
 
 App = Callable[[Request], Response]
@@ -145,7 +93,7 @@ class Exchange:
     received: int
     # None as long as, or if, no answer is sent.
     status: int | None = None
-    # Bytes of the response's body that the kernel took; a client that went away has received at most these.
+    # Bytes of the response's body that the kernel took; 0 if the client went away before.
     sent: int = 0
 
 
@@ -187,7 +135,6 @@ class Server:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._busy = 0
         self._changed = threading.Condition()
-        self._ending = threading.Event()
         self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
@@ -198,7 +145,6 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ending.set()
         # Wakes the thread that accepts, which closing would not do.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
@@ -311,11 +257,8 @@ class Server:
         try:
             cut = next((fault for fault in faults if isinstance(fault, Cut)), None)
             response = self._answer(request, faults)
-            try:
-                if cut is None or cut.after is not None:
-                    self._send(connection, request, response, entry, cut)
-            finally:
-                response.body.close()
+            if cut is None or cut.after is not None:
+                self._send(connection, request, response, entry, cut)
             if cut is None:
                 return request.headers.get("Connection", "").lower() != "close"
             if cut.then == "reset":
@@ -338,12 +281,12 @@ class Server:
                 request = dataclasses.replace(request, headers=_without(request.headers, "Range"))
         for fault in faults:
             if isinstance(fault, Answer):
-                return Response(fault.status, dict(fault.headers), Bytes(fault.body))
+                return Response(fault.status, dict(fault.headers), fault.body)
         try:
             response = self._app(request)
         except Exception as error:
             self._errors.append(error)
-            return Response(500, {"Content-Type": "text/plain"}, Bytes(traceback.format_exc().encode()))
+            return Response(500, {"Content-Type": "text/plain"}, traceback.format_exc().encode())
         for fault in faults:
             if isinstance(fault, SetHeader):
                 response.headers = {k: v for k, v in response.headers.items() if k.lower() != fault.name.lower()}
@@ -356,18 +299,18 @@ class Server:
     ) -> None:
         headers = {"Date": formatdate(usegmt=True), **response.headers}
         if response.status not in (204, 304) and "Content-Length" not in headers:
-            headers["Content-Length"] = str(response.body.nbytes)
+            headers["Content-Length"] = str(len(response.body))
         lines = [f"HTTP/1.1 {response.status} {http.HTTPStatus(response.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         bodiless = request.method == "HEAD" or response.status in (204, 304)
-        count = 0 if bodiless else response.body.nbytes
+        count = 0 if bodiless else len(response.body)
         if cut is not None and cut.after is not None:
             count = min(count, cut.after)
         entry.status = response.status
         connection.sendall(head, socket.MSG_MORE if count else 0)
-        for sent in response.body.send(connection, count):
-            entry.sent += sent
+        connection.sendall(memoryview(response.body)[:count])
+        entry.sent = count
 
 
 def _read(connection: socket.socket, stream: BinaryIO) -> Request | None:
