@@ -7,7 +7,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.multiprocess.workers_families import (
     made_by_maxtext,
     stored_directory,
@@ -126,13 +125,3 @@ def test_what_is_not_asked_for_is_not_read(sample, mode, line):
         restored, alone = measured(lambda: ckptr.restore(directory, args=args))
     assert_restored(restored, item, expected, "alone")
     assert alone["bytes_read"] == cost["bytes_read"]
-
-
-def test_a_registered_convention_needs_no_argument():
-    ost.register(*FAMILIES)
-    try:
-        with ocp.Checkpointer(ost.SafetensorsHandler()) as ckptr:
-            for sample in ("gemma3", "llama3.1", "qwen3"):
-                assert_same_bits(ckptr.restore(stored_directory(sample)), made_by_maxtext(sample, "scanned"), sample)
-    finally:
-        ost.unregister()

@@ -16,7 +16,6 @@ from tests.multiprocess.workers_families import (
     stored_directory,
     target,
 )
-from tests.support.family_samples import Sample
 from tests.support.maxtext_trees import (
     DIMENSIONS,
     EACH_MOVED_TREE,
@@ -52,33 +51,6 @@ def test_models_with_towers_there_and_back(tmp_path, sample, mode):
         save(ckptr, tmp_path / "saved", sample, tree)
     assert_same_bits(stored(tmp_path / "saved"), stored(stored_directory(sample)))
     assert ost.verify(tmp_path / "saved") == []
-
-
-# What their families compute: a factor for queries; the 1 in the scale of norms, and a factor for the embedding.
-ROUNDED = {
-    "gemma3": ("norm.weight", "embed_tokens.weight"),
-    "gemma4_moe": ("embed_tokens.weight",),
-    "llama3.1": ("q_proj.weight",),
-}
-
-
-@pytest.mark.parametrize("sample", ROUNDED)
-def test_there_and_back_within_a_rounding(tmp_path, sample):
-    mode = "scanned"
-    with checkpointer(mode) as ckptr:
-        save(ckptr, tmp_path / "saved", sample, ckptr.restore(stored_directory(sample)))
-        again = ckptr.restore(tmp_path / "saved")
-    found, expected = stored(tmp_path / "saved"), Sample(sample).stored
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if not name.endswith(ROUNDED[sample]):
-            assert found[name].tobytes() == tensor.tobytes(), name
-        elif name.endswith("norm.weight"):  # x + 1 was rounded
-            np.testing.assert_allclose(found[name], tensor, rtol=0, atol=2**-23)
-        else:  # a product and a quotient were
-            np.testing.assert_allclose(found[name], tensor, rtol=2**-22, atol=0)
-    for leaf, was in zip(jax.tree.leaves(again), jax.tree.leaves(made_by_maxtext(sample, mode)), strict=True):
-        np.testing.assert_allclose(leaf, was, rtol=2**-21, atol=2**-23)
 
 
 def test_there_and_back_in_bfloat16(tmp_path):
