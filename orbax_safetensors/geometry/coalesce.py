@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm
 
 import numpy as np
@@ -131,10 +132,7 @@ def plan_reads(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_byt
     """
     exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)], 0)
     needed_bytes = _distinct_bytes([runs for runs, _ in exact])
-    overlapping = needed_bytes < sum(runs.nbytes for runs, _ in exact)
-    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
-    # Disjoint sets can have bytes in common once gaps belong to them.
-    joined = exact if widened == exact and not overlapping else _disjoint(widened)
+    joined = _with_gaps(exact, max_gap_bytes)
     ranges: list[Direct] = []
     windowed: list[Direct | Staged] = []
     for runs, members in joined:
@@ -171,12 +169,10 @@ def plan_encoded_reads(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding
     parameters. A staged window holds codes, parameters and float32 elements.
     """
     longest = MAX_STAGED_BYTES // (encoding.unit * _DECODED_BYTES) * encoding.bytes_of(encoding.unit)
-    # Copies that share no element can share a unit.
-    exact = _disjoint(_union([(encoding.units(copy), (index,)) for index, (copy, _) in enumerate(copies)], 0))
-    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
+    exact = _union([(encoding.units(copy), (index,)) for index, (copy, _) in enumerate(copies)], 0)
     windowed: list[Encoded] = []
     read_bytes = num_requests = window_bytes = 0
-    for runs, members in _disjoint(widened):
+    for runs, members in _with_gaps(exact, max_gap_bytes):
         decoded = Runs(
             encoding.elements_in(runs.begin),
             encoding.elements_in(runs.length),
@@ -206,10 +202,11 @@ def plan_encoded_reads(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding
         decoded_bytes = encoding.elements_in(code_bytes) * _DECODED_BYTES
         staged = sizes[0] + max(sizes[1:], default=0) + code_bytes + decoded_bytes
         window_bytes = max(window_bytes, staged)
+    codes = [runs for runs, _ in exact]
     return ReadPlan(
         (),
         tuple(windowed),
-        needed_bytes=sum(runs.nbytes for runs, _ in exact) + _parameter_bytes([runs for runs, _ in exact], encoding),
+        needed_bytes=_distinct_bytes(codes) + _parameter_bytes(codes, encoding),
         read_bytes=read_bytes,
         num_requests=num_requests,
         window_bytes=window_bytes,
@@ -317,12 +314,13 @@ def _without(modes: Modes, at: int) -> Modes:
 
 def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
     """Return the union of two sets, None if it is not one set; `max_gap_bytes` may lie between their runs."""
-    if a == b:
-        return a
+    for outer, inner in ((a, b), (b, a)):
+        if outer == inner or (not outer.modes and outer.begin <= inner.begin and inner.end <= outer.end):
+            return outer
     if not a.modes and not b.modes:
-        return Runs(a.begin, max(a.end, b.end) - a.begin, ()) if a.begin <= b.begin <= a.end else None
-    if a.modes == b.modes and 0 <= b.begin - (a.begin + a.length) <= max_gap_bytes:
-        return runs_of(a.begin, b.begin - a.begin + b.length, a.modes)
+        return Runs(a.begin, b.end - a.begin, ()) if a.begin <= b.begin <= a.end else None
+    if a.modes == b.modes and a.begin <= b.begin <= a.begin + a.length + max_gap_bytes:
+        return runs_of(a.begin, max(b.begin - a.begin + b.length, a.length), a.modes)
     if a.length == b.length and len(a.modes) == len(b.modes):
         differing = [at for at, (x, y) in enumerate(zip(a.modes, b.modes, strict=True)) if x != y]
         for at in differing if differing else range(len(a.modes)):
@@ -340,7 +338,8 @@ def _distinct_bytes(sets: Sequence[Runs]) -> int:
 
 def distinct_bytes(sets: Sequence[Runs], most: int) -> int | None:
     """Return how many bytes some set holds, each counted once; None if that takes a look at more than `most` runs."""
-    if len(_disjoint([(runs, ()) for runs in sets])) == len(sets):  # no two have bytes in common
+    sets = [runs for runs, _ in _union([(runs, ()) for runs in sets], 0)]
+    if _are_apart(sorted(sets, key=lambda runs: runs.begin)):
         return sum(runs.nbytes for runs in sets)
     counts = [runs.count for runs in sets]
     if sum(counts) > most:
@@ -353,6 +352,24 @@ def distinct_bytes(sets: Sequence[Runs], most: int) -> int | None:
     return int(reached[0] - begin[0] + np.maximum(end[1:] - np.maximum(begin[1:], reached[:-1]), 0).sum())
 
 
+def _are_apart(sets: Sequence[Runs]) -> bool:
+    """Return whether sets, in the order of their begins, follow one another, or lie in gaps of the same rows."""
+    if not sets:
+        return True
+    first = sets[0]  # of those whose rows are the same
+    for before, runs in pairwise(sets):
+        if before.end <= runs.begin:
+            first = runs
+        elif before.modes != runs.modes or not before.begin + before.length <= runs.begin <= _last(first, runs.length):
+            return False
+    return True
+
+
+def _last(rows: Runs, length: int) -> int:
+    """Return where the last run of `length` may begin in the gap after the first of `rows`."""
+    return rows.begin + rows.modes[-1][1] - length
+
+
 def _begins(runs: Runs) -> np.ndarray:
     """Return where each run begins."""
     begins = np.array([runs.begin], np.int64)
@@ -361,62 +378,13 @@ def _begins(runs: Runs) -> np.ndarray:
     return begins
 
 
-def _disjoint(items: list[_Member]) -> list[_Member]:
-    """Join sets that have bytes in common, so that no byte is read twice."""
-    while True:
-        items.sort(key=lambda item: (item[0].begin, item[0].end))
-        ranges: list[_Member] = []
-        scattered: list[_Member] = []
-        for runs, members in items:
-            # Ranges are in order and disjoint: only the last can reach this one.
-            for others, at in (*((scattered, at) for at in range(len(scattered))), (ranges, len(ranges) - 1)):
-                if at >= 0 and (both := _overlap(others[at][0], runs)) is not None:
-                    joined = (both, others.pop(at)[1] + members)
-                    break
-            else:
-                joined = (runs, members)
-            (scattered if joined[0].modes else ranges).append(joined)
-        if len(ranges) + len(scattered) == len(items):
-            return ranges + scattered
-        items = ranges + scattered
+def _with_gaps(items: list[_Member], max_gap_bytes: int) -> list[_Member]:
+    """Return sets that hold all of `items`, with gaps of at most `max_gap_bytes` between their runs included.
 
-
-def _overlap(a: Runs, b: Runs) -> Runs | None:
-    """Return one set that holds two sets with bytes in common, gaps included; None if they have none in common.
-
-    Sets with different strides that lie in the same stretch of the tensor count as sets with bytes in common. No
-    sharding over a mesh makes such sets.
+    Sets of different rows may have bytes in common, which are read for each of them.
     """
-    if a == b:
-        return a
-    if not a.modes or not b.modes:
-        if not (a.meets(b.begin, b.end) and b.meets(a.begin, a.end)):
-            return None
-    elif a.modes[0][1] == b.modes[0][1]:
-        return _overlap_rows(a, b) if a.begin <= b.begin else _overlap_rows(b, a)
-    elif a.end <= b.begin or b.end <= a.begin:
-        return None
-    return _span(a, b)
-
-
-def _overlap_rows(a: Runs, b: Runs) -> Runs | None:
-    """Return the `_overlap` of sets with the same outermost stride, of which `a` begins first."""
-    (rows, stride), (more, _) = a.modes[0], b.modes[0]
-    skipped, inside = divmod(b.begin - a.begin, stride)
-    # The first row of `b` begins in a row of `a`, and may lie in the next one instead.
-    for row, begin in ((skipped, a.begin + inside), (skipped + 1, a.begin + inside - stride)):
-        inner = (
-            _overlap(Runs(a.begin, a.length, a.modes[1:]), Runs(begin, b.length, b.modes[1:])) if row < rows else None
-        )
-        if inner is not None:
-            modes = ((max(rows, row + more), stride), *inner.modes)
-            return runs_of(inner.begin, inner.length, modes) or _span(a, b)
-    return None
-
-
-def _span(a: Runs, b: Runs) -> Runs:
-    begin = min(a.begin, b.begin)
-    return Runs(begin, max(a.end, b.end) - begin, ())
+    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(items, max_gap_bytes)]
+    return items if widened == items else _union(widened, max_gap_bytes)
 
 
 def _widen(runs: Runs, max_gap_bytes: int) -> Runs:

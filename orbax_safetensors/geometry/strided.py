@@ -248,20 +248,6 @@ class Runs:
             packed += digits * step
         return packed + distance
 
-    def meets(self, low: int, high: int) -> bool:
-        """Return whether any of the bytes lies in `[low, high)`."""
-        if high <= self.begin or self.end <= low:
-            return False
-        if not self.modes:
-            return True
-        (size, stride), inner = self.modes[0], self.modes[1:]
-        first = max((low - self.begin) // stride, 0)
-        last = min((high - 1 - self.begin) // stride, size - 1)
-        # Positions between the first and the last lie wholly in the range.
-        return last - first > 1 or any(
-            Runs(self.begin + at * stride, self.length, inner).meets(low, high) for at in (first, last)
-        )
-
     def pieces(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield `(begin, length)` of each run, or part of a run, that holds packed bytes `[low, high)`, in order."""
         while low < high:
