@@ -531,7 +531,7 @@ def check(job: Job, arrays: Arrays, wanted: Wanted) -> None:
         for name, stored in deserialize(file.read_bytes()):
             if name in wanted:
                 expected = np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
-                turn = LOADERS[job.loader] is turned and _turns(name)
+                turn = LOADERS.get(job.loader) is turned and _turns(name)
                 same(name, arrays[name], wanted[name], expected.T if turn else expected)
 
 
