@@ -1,5 +1,6 @@
 """The programs and notebooks in `examples/` run as they stand, in processes that simulate their own eight devices."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -45,10 +46,10 @@ def test_an_example(example, tmp_path):
 
 
 @pytest.mark.parametrize("example", TRAINING, ids=lambda path: path.stem)
-def test_training_that_is_killed_again_and_again(example, tmp_path):
+def test_training_that_is_killed(example, tmp_path):
     """The example itself compares what a process resumes from with what the killed one had, bit for bit."""
-    printed = run(tmp_path, example, "--kills", "3").splitlines()
-    assert sum(line.startswith("killed on a mesh of") for line in printed) == 3
+    printed = run(tmp_path, example, "--kills", "1").splitlines()
+    assert sum(line.startswith("killed on a mesh of") for line in printed) == 1
     (resumed,) = (line for line in printed if line.startswith("resumed from steps"))
     assert resumed.endswith("every bit is the same")
     assert list(tmp_path.iterdir()) == []
@@ -69,8 +70,7 @@ def test_a_notebook(notebook, tmp_path):
     run(tmp_path, "-m", "jupyter", "execute", f"--timeout={hang.SECONDS:.0f}", "--kernel_name=python3", notebook)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama", "gemma3"])
-@pytest.mark.parametrize("family", ["maxtext", "tunix"])
-def test_families_take_the_small_models(tmp_path, model, family):
+def test_families_take_the_small_models(tmp_path):
     examples.make_models(tmp_path)
-    assert ost.open_checkpoint(tmp_path / model, family=family).leaves
+    for model, family in itertools.product(["qwen3", "llama", "gemma3"], ["maxtext", "tunix"]):
+        assert ost.open_checkpoint(tmp_path / model, family=family).leaves

@@ -46,7 +46,7 @@ def layouts(draw, arrays):
     return {"mesh": mesh, "spec": {f"^{name}$": entry for name, entry in spec.items()}}
 
 
-@examples(30)
+@examples(15)
 @given(st.data(), names, st.sampled_from([4000, 1 << 20]))
 def test_there_and_back_bit_for_bit(data, names, memory_bytes):
     arrays = {name: data.draw(hosts) for name in names}

@@ -54,7 +54,7 @@ class Model:
 
 
 @given(compositions(matrices=True), st.tuples(st.integers(1, 4), st.integers(1, 4)))
-@examples(300)
+@examples(150)
 def test_any_view(composition, block):
     Model({name: array.shape for name, array in composition.stored.items()}, block).check(composition.view)
 

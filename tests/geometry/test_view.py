@@ -14,7 +14,7 @@ from tests.support.views import boxes, compositions, run, run_backwards
 F4 = np.dtype("f4")
 
 
-@examples(500)
+@examples(300)
 @given(st.data())
 def test_any_composition_is_numpys_array(data):
     made = data.draw(compositions())

@@ -286,13 +286,13 @@ def test_pinned_memory_is_for_what_gpus_take(tmp_path, monkeypatch, asked):
 
 
 def test_many_short_leaves_fit_in_the_pinned_memory(tmp_path, mesh, monkeypatch, asked):
-    stored = {f"b{number}": np.full(3, number % 100, np.int8) for number in range(3000)}
+    stored = {f"b{number}": np.full(3, number % 100, np.int8) for number in range(1000)}
     write(tmp_path / "model.safetensors", stored)
     monkeypatch.setattr(memory, "allocate", lambda *_: pytest.fail("allocated"))
     with accelerator(pinned=True):
         restored = ost.load(tmp_path, NamedSharding(mesh, P()))
     assert len(asked) == 1
-    assert_same_bits(restored["b2999"], stored["b2999"])
+    assert_same_bits(restored["b999"], stored["b999"])
 
 
 def test_there_is_a_most_of_pinned_memory_and_a_power_of_two_has_room_for_it(tmp_path, mesh, monkeypatch, asked):

@@ -68,7 +68,7 @@ def test_a_tree_is_recorded_as_orbax_records_it(tmp_path, name):
     check(tmp_path, STATES[name])
 
 
-@examples(100)
+@examples(50)
 @given(tree=trees)
 def test_any_tree_is_recorded_as_orbax_records_it(tmp_path_factory, tree):
     check(tmp_path_factory.mktemp("tree"), tree)
