@@ -379,12 +379,22 @@ def _begins(runs: Runs) -> np.ndarray:
 
 
 def _with_gaps(items: list[_Member], max_gap_bytes: int) -> list[_Member]:
-    """Return sets that hold all of `items`, with gaps of at most `max_gap_bytes` between their runs included.
+    """Return sets that hold all of `items`, each byte in one set, with gaps of at most `max_gap_bytes` included.
 
-    Sets of different rows may have bytes in common, which are read for each of them.
+    Sets that have bytes in common become one range with all that lies between them.
     """
-    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(items, max_gap_bytes)]
-    return items if widened == items else _union(widened, max_gap_bytes)
+    widened = _union([(_widen(runs, max_gap_bytes), to) for runs, to in _union(items, max_gap_bytes)], max_gap_bytes)
+    sets = [runs for runs, _ in widened]
+    if _distinct_bytes(sets) == sum(runs.nbytes for runs in sets):
+        return widened
+    out: list[_Member] = []
+    for runs, members in sorted(widened, key=lambda item: item[0].begin):
+        if out and runs.begin < (before := out[-1][0]).end:
+            end = max(before.end, runs.end)
+            out[-1] = Runs(before.begin, end - before.begin, ()), out[-1][1] + members
+        else:
+            out.append((runs, members))
+    return out
 
 
 def _widen(runs: Runs, max_gap_bytes: int) -> Runs:

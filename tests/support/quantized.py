@@ -125,5 +125,7 @@ def check_counts(plan, asked, encoding, copies, staged_bytes):
     assert plan.window_bytes == max(asked.memory)
     longest = coalesce._TALLEST * staged_bytes
     assert all(encoding.elements_in(access.pitch) * 4 <= longest for access in plan.windowed)
+    codes = [begin + at for begin, length in asked.codes for at in range(length)]
+    assert len(codes) == len(set(codes))
     assert needed(encoding, copies) <= plan.needed_bytes <= plan.read_bytes
     assert math.prod(encoding.shape) - encoding.padding == encoding.elements_in(encoding.nbytes)
