@@ -1,9 +1,17 @@
-"""The memory that this process holds: freed memory goes back to the system, the collector pauses."""
+"""The memory that this process holds: freed memory goes back to the system, its most, the collector pauses."""
 
 import gc
+import io
 
 from orbax_safetensors.storage import process_memory
 from orbax_safetensors.storage.process_memory import no_collection
+
+
+def test_the_most_memory_is_that_of_this_program_alone(monkeypatch):
+    """Not of a larger one that has started it, which is what `getrusage` would say."""
+    status = b"VmPeak:\t 9000 kB\nVmHWM:\t    5 kB\nVmRSS:\t    4 kB\n"
+    monkeypatch.setattr(process_memory, "open", lambda path, mode: io.BytesIO(status), raising=False)
+    assert process_memory.peak_bytes() == 5 * 1024
 
 
 def test_freed_memory_is_given_back(monkeypatch):

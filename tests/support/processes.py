@@ -7,16 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from orbax_safetensors.devices import agreement
-
-SECONDS = 30
+from tests.support.hang import SECONDS
 
 
 class Service:
     """The key-value store and the barriers of `jax.distributed`, in memory.
 
-    A key is set once. Nobody waits longer than `SECONDS` or for a barrier that has failed, and with `dead` nobody waits
-    at all. `absent` is the end of a key that does not come, and the ends of those that do: once they are there, a wait
-    for it fails.
+    A key is set once. Nobody waits for a barrier that has failed, and with `dead` nobody waits at all. `absent` is the
+    end of a key that does not come, and the ends of those that do: once they are there, a wait for it fails.
     """
 
     def __init__(self, processes):
