@@ -30,6 +30,7 @@ from orbax_safetensors.restore.sources import Sources
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import ALIGNMENT, DIRECT_BYTES, PAGE_BYTES
+from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.progress import SECONDS, Meter
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.threads import working
@@ -152,6 +153,7 @@ class Filling:
         self.sources.reader.check()
 
 
+@no_collection()
 def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -> None:
     """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
@@ -221,6 +223,7 @@ def filling(
     )
 
 
+@no_collection()
 def _group_identical(targets: Sequence[Target]) -> list[tuple[Target, int]]:
     """Return one target of each sharding, shape and dtype, and how many have these."""
     alike = [(target.sharding, target.shape, target.dtype) for target in targets]
