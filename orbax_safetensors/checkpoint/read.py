@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import posixpath
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import combinations
 from math import prod
 from typing import Any
-
-import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.files import Finding, StoredFile, checkpoint_files, read_files
@@ -197,17 +196,46 @@ def _whole(name: str, pieces: tuple[StoredPiece, ...], files: list[StoredFile]) 
             raise IndexFileError(f"{where}: {first.dtype.name} has several elements in a byte; pieces cannot be joined")
     boxes = [Box((at, at + size) for at, size in zip(start, entry.shape, strict=True)) for _, entry, start in pieces]
     shape = tuple(stop for _, stop in Box.hull(boxes))
-    nonempty = tuple(piece for piece, box in zip(pieces, boxes, strict=True) if box.volume)
     expected = f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found"
-    starts = np.array([box.start for box in boxes if box.volume]).reshape(len(nonempty), len(shape))
-    stops = starts + np.array([box.shape for box in boxes if box.volume]).reshape(starts.shape)
-    overlapping = np.triu((starts[:, None] < stops).all(axis=-1) & (starts < stops[:, None]).all(axis=-1), 1)
-    if overlapping.any():
-        begins = [nonempty[number].start for number in np.argwhere(overlapping)[0]]
-        raise IndexFileError(f"{expected} two that overlap, from {begins[0]} and from {begins[1]} on")
-    if (found := sum(box.volume for box in boxes)) != prod(shape):
+    if (found := sum(box.volume for box in boxes)) < prod(shape):
         raise IndexFileError(f"{expected} {found} of its {prod(shape)} elements")
+    if overlapping := _two_that_overlap([box for box in boxes if box.volume]):
+        one, other = overlapping
+        raise IndexFileError(f"{expected} two that overlap, from {one.start} and from {other.start} on")
+    nonempty = tuple(piece for piece, box in zip(pieces, boxes, strict=True) if box.volume)
     return StoredTensor(first.dtype, shape, nonempty or pieces[:1])
+
+
+def _two_that_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two of `boxes`, none of which is empty, that have elements in common; None if no two have.
+
+    Divides boxes wherever none lies across, along one axis after another, so that few pairs are left to compare.
+    """
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
+        divisions = (_divided(group, axis) for axis in range(len(group[0]) if group else 0))
+        divided = next((parts for parts in divisions if len(parts) > 1), None)
+        if divided is not None:
+            groups += [part for part in divided if len(part) > 1]
+            continue
+        for one, other in combinations(group, 2):
+            if all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True)):
+                return one, other
+    return None
+
+
+def _divided(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
+    """Return `boxes` in groups, each of which begins along `axis` where all before it have ended."""
+    groups: list[list[Box]] = []
+    reached = 0
+    for box in sorted(boxes, key=lambda box: box[axis]):
+        start, stop = box[axis]
+        if not groups or start >= reached:
+            groups.append([])
+        groups[-1].append(box)
+        reached = max(reached, stop)
+    return groups
 
 
 @lru_cache

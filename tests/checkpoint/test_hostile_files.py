@@ -230,6 +230,15 @@ def test_offsets_of_pieces(tmp_path, within):
         within(nbytes, lambda: ost.open_checkpoint(tmp_path))
 
 
+@pytest.mark.parametrize("cuts", [(1, 1536), (32, 48)])
+def test_pieces_of_many_files(cuts, tmp_path, within):
+    """A comparison of all pairs would take five times the memory."""
+    write_pieces(tmp_path, [[("w", start, np.ones((1, 1), np.float32))] for start in np.ndindex(cuts)])
+    nbytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    checkpoint = within(nbytes, lambda: ost.open_checkpoint(tmp_path))
+    assert checkpoint.tensors["w"].shape == cuts
+
+
 def test_arrays_of_orbax_that_no_files_hold(tmp_path, within):
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)).save(
         tmp_path / "a", {"w": np.ones(4)}

@@ -1,13 +1,19 @@
 """PyTorch's sharded files: pieces of tensors put together, and every way in which they do not fit."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 from etils import epath
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint import read
+from orbax_safetensors.geometry.box import Box
 from tests.support.files import write
 from tests.support.sharded_files import COLUMNS, GRID, PIECES, ROWS, WHOLE, write_pieces
 
@@ -66,6 +72,18 @@ def test_pieces_that_do_not_fit(tmp_path, pieces, message):
     with pytest.raises(ost.SafetensorsError, match=message):
         ost.open_checkpoint(tmp_path)
     assert ost.verify(tmp_path)
+
+
+SIDES = st.tuples(st.integers(0, 4), st.integers(1, 3)).map(lambda side: (side[0], sum(side)))
+
+
+@given(st.integers(0, 3).flatmap(lambda rank: st.lists(st.tuples(*[SIDES] * rank).map(Box), max_size=6)))
+def test_overlap_is_found(boxes):
+    held = [set(itertools.product(*(range(*side) for side in box))) for box in boxes]
+    found = read._two_that_overlap(boxes)
+    assert (found is None) == (sum(map(len, held)) == len(set().union(*held)))
+    if found is not None:
+        assert set.intersection(*(held[boxes.index(box)] for box in found))
 
 
 def test_another_version(tmp_path):
