@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Recorded, changed_tensors, other_file
-from orbax_safetensors.devices.agreement import passing
+from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.errors import ChecksumError, SafetensorsError
 from orbax_safetensors.format.checksums import FileChecksums
 from orbax_safetensors.options import SafetensorsOptions
@@ -75,7 +75,7 @@ def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsO
     store = reading(checkpoint.store, options.direct, nbytes)
     checkpoint = replace(checkpoint, store=store)
     limits = store.cost.request_limits(options.threads, None, options.in_flight_bytes)
-    with passing(options.progress, "verify") as progress:
+    with reported_progress(options.progress, "verify") as progress:
         meter = Meter(progress or (lambda done, total: None), nbytes)
         for first in range(0, len(checks), limits.requests):
             _read(checkpoint, checks[first : first + limits.requests], limits.requests, limits.max_request_bytes, meter)

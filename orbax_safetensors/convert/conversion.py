@@ -19,8 +19,9 @@ from orbax_safetensors.convert.announce import announce
 from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.convert.into_files import files_from_files, files_from_orbax, plain_files_from_files
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
-from orbax_safetensors.devices.agreement import new_key, passing, same_arguments, together
+from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
+from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
@@ -263,7 +264,7 @@ def _run(
         # A process that begins a link meets this as well, and all fail.
         together(new_key("job"), prepared, str, check=same_arguments)
         assert job is not None
-        with passing(progress, label) as report:
+        with reported_progress(progress, label) as report:
             job.run(resume=resume, progress=report, begun=partial(announce, job, memory_bytes))
     finally:
         if job is not None:

@@ -33,7 +33,7 @@ from orbax_safetensors.delta.version import (
     index_of,
     path_of,
 )
-from orbax_safetensors.devices.agreement import passing
+from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.checksums import encode as encode_checksums
@@ -164,7 +164,7 @@ class _DeltaJob:
         path = path_of(self.publish, self.version)
         checks = self._checks()
         with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(passing(self.options.progress, "delta"))
+            progress = stack.enter_context(reported_progress(self.options.progress, "delta"))
             compared = sum(checkpoint.nbytes for checkpoint, _, _ in checks)
             meter = Meter(progress or (lambda done, total: None), self.old.nbytes + self.new.nbytes + compared)
             if self.store.is_local:

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -25,10 +24,8 @@ from jax._src.distributed import global_state
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.names import some
-from orbax_safetensors.options import Progress
 from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.threads import start
-from orbax_safetensors.transfer.progress_bar import Bar
 
 # How long the slowest process may take after the fastest, in seconds. A disk that is much slower than the others must
 # not fail a save, and jax.distributed itself notices a process that has died.
@@ -286,35 +283,6 @@ def withdraw(key: str) -> None:
         return
     with contextlib.suppress(Exception):  # nothing depends on it
         _client().key_value_delete(key)
-
-
-@contextlib.contextmanager
-def passing(progress: Progress | bool | None, label: str) -> Iterator[Progress | None]:
-    """Yield `progress`. What it raises leaves this context as it is, even if an agreement of processes has wrapped it.
-
-    The other processes of the agreement raise a `StorageError`. True is a bar with a `label`, on stderr of process 0.
-    """
-    if progress is True:
-        first = not jax.distributed.is_initialized() or jax.process_index() == 0  # a single process starts no devices
-        with Bar(label, sys.stderr if first else None) as bar:
-            yield bar
-        return
-    raised: list[BaseException] = []
-
-    def report(done: int, total: int) -> None:
-        try:
-            if progress:
-                progress(done, total)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    try:
-        yield report if progress else None
-    except StorageError:
-        if raised:
-            raise raised[0] from raised[0].__cause__
-        raise
 
 
 def _client() -> Any:

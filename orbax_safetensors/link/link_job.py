@@ -21,7 +21,8 @@ from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.agreement import new_key, passing, together
+from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.devices.trees import nodes
 from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.format.digest import digest_of
@@ -180,7 +181,7 @@ class LinkJob:
             if self.making is not None:
                 with closing(self.making.source):
                     if not together(f"{key}/made", staging.has_made, str):  # an earlier run may have made them
-                        with passing(progress, "link") as report:
+                        with reported_progress(progress, "link") as report:
                             self.making.run(resume=resume, progress=report)
             together(f"{key}/write", active.by_primary(self._write))
         finally:

@@ -18,9 +18,9 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import RestoreChecksums
-from orbax_safetensors.devices.agreement import passing
 from orbax_safetensors.devices.arrays import assemble, fetches_pinned, pinned_arena, wait
 from orbax_safetensors.devices.growing import Growing
+from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.devices.sharding import no_mesh, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
@@ -190,7 +190,7 @@ def filling(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     sums = None if checksums is None else checksums.sums
-    with no_mesh(), passing(options.progress, "load") as progress:
+    with no_mesh(), reported_progress(options.progress, "load") as progress:
         meter = None if progress is None else Meter(progress, nbytes)
         under_way = Filling(checkpoint, options, sums, meter, _pinned(alike))
         with contextlib.closing(under_way.sources) as sources:

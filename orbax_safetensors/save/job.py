@@ -26,8 +26,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.model_files import ModelFiles
-from orbax_safetensors.devices.agreement import new_key, passing, post, posted, together, withdraw
+from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
 from orbax_safetensors.devices.arrays import explicit_transfers
+from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.devices.sharding import boxes_digest
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
@@ -194,7 +195,7 @@ class SaveJob:
         step = partial(together, active=active)
         with contextlib.ExitStack() as stack:
             stack.callback(withdraw, f"{self.key}/sums")
-            progress = stack.enter_context(passing(request.options.progress, "save"))
+            progress = stack.enter_context(reported_progress(request.options.progress, "save"))
             # Before a process makes a file, all have seen which files were there, and the old ones are kept.
             step(f"{self.key}/begun", partial(self._begin, stack))
             writer = stack.enter_context(self._writer())

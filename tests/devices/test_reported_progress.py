@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.convert import conversion
-from orbax_safetensors.devices import agreement
-from orbax_safetensors.devices.agreement import passing, together
+from orbax_safetensors.devices.agreement import together
+from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.link import linking
 
@@ -17,7 +18,7 @@ def test_what_the_callback_raises_passes_through_agreements():
     def fail(done, total):
         raise RuntimeError("enough")
 
-    with pytest.raises(RuntimeError, match="^enough$"), passing(fail, "load") as report:
+    with pytest.raises(RuntimeError, match="^enough$"), reported_progress(fail, "load") as report:
         try:
             report(0, 1)
         except RuntimeError as error:
@@ -25,10 +26,10 @@ def test_what_the_callback_raises_passes_through_agreements():
 
 
 def test_other_errors_are_left_alone():
-    with pytest.raises(StorageError, match="^disk$"), passing(lambda done, total: None, "load") as report:
+    with pytest.raises(StorageError, match="^disk$"), reported_progress(lambda done, total: None, "load") as report:
         report(0, 1)
         raise StorageError("disk")
-    with passing(None, "load") as report:
+    with reported_progress(None, "load") as report:
         assert report is None
 
 
@@ -76,9 +77,9 @@ def test_it_is_a_function_or_true(progress, tmp_path, monkeypatch):
 
 
 def test_other_processes_than_the_first_draw_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(agreement.jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     for process in (1, 0):
-        monkeypatch.setattr(agreement.jax, "process_index", lambda process=process: process)
-        with passing(True, "load") as report:
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with reported_progress(True, "load") as report:
             report(1, 1)
         assert bool(capsys.readouterr().err) == (process == 0)
