@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -249,26 +250,23 @@ def _run(
 ) -> Conversion:
     """Build the request and run its job, in all processes or in none; their arguments have to be alike."""
     started = time.perf_counter()
-    job: TileJob | None = None
-    memory_bytes = 0
+    with contextlib.ExitStack() as stack:
 
-    def prepared() -> str:
-        nonlocal job, memory_bytes, progress
-        check_progress(progress, "progress")  # here, so that all processes fail
-        request = build()
-        progress = request.options.progress if progress is None else progress
-        job, memory_bytes = prepare(request), request.memory_bytes
-        return f"resume={resume!r} {request.facts} {job.digest}"
+        def prepared() -> tuple[ConvertRequest | ReshardRequest, TileJob]:
+            check_progress(progress, "progress")  # here, so that all processes fail
+            request = build()
+            job = prepare(request)
+            stack.callback(job.source.close)  # also if another process fails
+            return request, job
 
-    try:
+        def facts(made: tuple[ConvertRequest | ReshardRequest, TileJob]) -> str:
+            request, job = made
+            return f"resume={resume!r} {request.facts} {job.digest}"
+
         # A process that begins a link meets this as well, and all fail.
-        together(new_key("job"), prepared, str, check=same_arguments)
-        assert job is not None
-        with reported_progress(progress, label) as report:
-            job.run(resume=resume, progress=report, begun=partial(announce, job, memory_bytes))
-    finally:
-        if job is not None:
-            job.source.close()
+        request, job = together(new_key("job"), prepared, facts, check=same_arguments)
+        with reported_progress(request.options.progress if progress is None else progress, label) as report:
+            job.run(resume=resume, progress=report, begun=partial(announce, job, request.memory_bytes))
     read, written = job.source.counters, job.sink.counters
     done = Conversion(
         job.sink.path,
