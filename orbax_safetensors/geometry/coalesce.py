@@ -360,9 +360,18 @@ def _are_apart(sets: Sequence[Runs]) -> bool:
     for before, runs in pairwise(sets):
         if before.end <= runs.begin:
             first = runs
-        elif before.modes != runs.modes or not before.begin + before.length <= runs.begin <= _last(first, runs.length):
+        elif (
+            before.modes != runs.modes
+            or not before.begin + before.length <= runs.begin <= _last(first, runs.length)
+            or not _rows_are_apart(runs.modes)
+        ):
             return False
     return True
+
+
+def _rows_are_apart(modes: Modes) -> bool:
+    """Return whether the gap after the last run of each row ends before the next row of each outer mode begins."""
+    return all(outer >= size * inner for (_, outer), (size, inner) in pairwise(modes))
 
 
 def _last(rows: Runs, length: int) -> int:
@@ -379,9 +388,10 @@ def _begins(runs: Runs) -> np.ndarray:
 
 
 def _with_gaps(items: list[_Member], max_gap_bytes: int) -> list[_Member]:
-    """Return sets that hold all of `items`, each byte in one set, with gaps of at most `max_gap_bytes` included.
+    """Return sets that hold all of `items`, with gaps of at most `max_gap_bytes` included.
 
-    Sets that have bytes in common become one range with all that lies between them.
+    Each byte is in one set: sets that have bytes in common become one range with all that lies between them. Of more
+    runs than `_COUNTED`, nobody knows if sets have bytes in common, and they stay as they are.
     """
     widened = _union([(_widen(runs, max_gap_bytes), to) for runs, to in _union(items, max_gap_bytes)], max_gap_bytes)
     sets = [runs for runs, _ in widened]

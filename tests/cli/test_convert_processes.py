@@ -155,7 +155,7 @@ def test_a_process_in_a_pipe(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["nbytes"] == NBYTES
     beginning, *lines = done.stderr.splitlines()
-    assert beginning.startswith(f"Making {tmp_path}/to/0/items of {HF}: ")
+    assert beginning.startswith(f"Making {tmp_path}/to/0/items from {HF}: ")
     assert len(lines) > 5
     assert lines[0] == "convert: 0 Bytes of 135.2 KiB"
     assert lines[-1].startswith("convert: 135.2 KiB of 135.2 KiB, ")

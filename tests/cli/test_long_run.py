@@ -45,7 +45,7 @@ def test_a_warning_is_a_line_like_an_error(cli, tmp_path):
     assert json.loads(result.out)["nbytes"] == 64
     warning, beginning, *progress = result.err.splitlines()
     assert warning.startswith(f"warning: {tmp_path / 'from'}: safetensors files hold arrays only, so strings are left ")
-    assert beginning.startswith(f"Making {tmp_path / 'to'} of {tmp_path / 'from'}: ")
+    assert beginning.startswith(f"Making {tmp_path / 'to'} from {tmp_path / 'from'}: ")
     assert " 64 Bytes to write, 2.0 GiB of memory at most" in beginning
     assert [line.split(" of ")[0] for line in progress] == ["convert: 0 Bytes", "convert: 64 Bytes"]
     assert list(stored(tmp_path / "to")) == ["w"]

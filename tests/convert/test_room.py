@@ -9,6 +9,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.storage.room import free_bytes, taken_bytes
+from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from tests.support.conversions import checkpoint
 from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import OF_SAFETENSORS, arrays, check, make_source
@@ -67,6 +68,7 @@ def test_chunks_that_are_compressed_may_fit(disk, tmp_path, caplog):
     check("to_orbax", tmp_path / "to")
     (warning,) = caplog.messages
     assert warning.startswith("Making ")
+    assert warning.endswith(" free: may not fit unless it compresses")
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -93,6 +95,26 @@ def test_what_was_begun_makes_room(resume, disk, tmp_path, caplog):
     check("reshard_safetensors", tmp_path / "to")
     assert (totals[0] < NBYTES) == resume
     assert f" {human_bytes(totals[0])} to write, " in caplog.messages[0]
+
+
+def test_bytes_that_no_record_has_are_no_reason_to_warn(disk, tmp_path, caplog, monkeypatch):
+    """A run that was killed between a write and its record has taken the room for what is written again."""
+
+    def fail(directory, numbers):
+        raise InterruptedError
+
+    source = make_source("reshard_safetensors", tmp_path / "from")
+    with monkeypatch.context() as killed, pytest.raises(InterruptedError):
+        killed.setattr(PartialDirectory, "add", fail)
+        CALLS["reshard_safetensors"](source, tmp_path / "to")
+    disk.free = needed_by(lambda: CALLS["reshard_safetensors"](source, tmp_path / "to", resume=True), disk) + 2
+    assert disk.free < NBYTES
+    totals = []
+    CALLS["reshard_safetensors"](
+        source, tmp_path / "to", resume=True, progress=lambda done, total: totals.append(total)
+    )
+    assert totals[0] == NBYTES
+    assert caplog.messages == []
 
 
 def test_room_that_nobody_knows_is_enough(monkeypatch, tmp_path):
@@ -133,6 +155,6 @@ def test_what_a_conversion_says_when_it_begins(disk, tmp_path, caplog):
         )
     assert told[0] == 1
     assert caplog.messages[0] == (
-        f"Making {tmp_path}/to of {tmp_path}/from: 1.0 MiB to read, 1.0 MiB to write, 1.0 MiB of memory at most, "
+        f"Making {tmp_path}/to from {tmp_path}/from: 1.0 MiB to read, 1.0 MiB to write, 1.0 MiB of memory at most, "
         "5.0 GiB free"
     )
