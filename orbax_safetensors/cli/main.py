@@ -15,6 +15,7 @@ from orbax_safetensors.cli.arguments import UsageError
 from orbax_safetensors.cli.long_run import Messages
 from orbax_safetensors.cli.parser import SHELLS, Completion, Parser
 from orbax_safetensors.cli.tables import Printer
+from orbax_safetensors.convert.convert_request import UnusedArgumentError
 from orbax_safetensors.errors import printable
 
 COMMANDS = {
@@ -72,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UsageError as error:
         command.error(printable(str(error)))
-    except RuleError as error:  # which begins with the name of the option
-        command.error(printable(f"--{error}"))
+    except (RuleError, UnusedArgumentError) as error:  # which begin with the name of the argument
+        argument, space, reason = str(error).partition(" ")
+        command.error(printable(f"--{argument.replace('_', '-')}{space}{reason}"))
     except BrokenPipeError:
         # The reader has all it wanted. What is still buffered must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

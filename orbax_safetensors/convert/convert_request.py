@@ -22,6 +22,10 @@ from orbax_safetensors.streaming.cutting import MEMORY_BYTES, check_memory
 FORMATS = {"orbax": ("mesh", "spec", "like", "step", "compression"), "safetensors": ("config",)}
 
 
+class UnusedArgumentError(SafetensorsError):
+    """An argument of `convert` or `reshard` is not for such a source or destination; the message begins with it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ConversionArguments:
     """The arguments that `convert` and `reshard` share.
@@ -79,7 +83,7 @@ class _ConversionArguments:
     def _refuse(self, what: str, **arguments: Any) -> None:
         for argument, value in arguments.items():
             if value:
-                raise SafetensorsError(f"{argument} is not for {what}")
+                raise UnusedArgumentError(f"{argument} is not for {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +129,7 @@ class ReshardRequest(_ConversionArguments):
         _ = self.partition
 
     def check_for(self, *, orbax: bool) -> None:
-        """Raise `SafetensorsError` if an argument is not for the format of the source."""
+        """Raise `UnusedArgumentError` if an argument is not for the format of the source."""
         limits_files = self.max_file_bytes != MAX_FILE_BYTES
         if orbax:
             self._refuse("checkpoints of Orbax", max_file_bytes=limits_files)

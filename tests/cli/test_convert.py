@@ -157,7 +157,6 @@ def test_names_are_those_of_a_plan(cli, tmp_path):
         (["convert", QWEN3, "to", "--to", "orbax", "--family", "nonsense"], "nonsense"),
         (["convert", ORBAX, "to", *TO_SAFETENSORS, "--memory", "100"], "memory_bytes is 100"),
         (["reshard", QWEN3, "there"], "there: already exists"),
-        (["reshard", ORBAX, "to", "--max-file-bytes", "1GB"], "max_file_bytes is not for checkpoints of Orbax"),
     ],
 )
 def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, message):
@@ -200,6 +199,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         ),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "nrom=float32"], "error: --dtype: 'nrom' is found in none of"),
         (["reshard", QWEN3, "to", "--max-file-bytes", "5GB", "--mesh", "x=2"], "--max-file-bytes is not for a --mesh"),
+        (["reshard", ORBAX, "to", "--max-file-bytes", "1GB"], "--max-file-bytes is not for checkpoints of Orbax"),
         (["reshard", QWEN3, "to", "--to", "orbax"], "there is no option --to"),
         (["reshard", QWEN3, "to", "--plan"], "there is no option --plan"),
     ],
