@@ -360,23 +360,18 @@ def _are_apart(sets: Sequence[Runs]) -> bool:
     for before, runs in pairwise(sets):
         if before.end <= runs.begin:
             first = runs
-        elif (
-            before.modes != runs.modes
-            or not before.begin + before.length <= runs.begin <= _last(first, runs.length)
-            or not _rows_are_apart(runs.modes)
-        ):
+        elif before.modes != runs.modes or runs.begin < before.begin + before.length or not _in_gaps(runs, first):
             return False
     return True
 
 
-def _rows_are_apart(modes: Modes) -> bool:
-    """Return whether the gap after the last run of each row ends before the next row of each outer mode begins."""
-    return all(outer >= size * inner for (_, outer), (size, inner) in pairwise(modes))
+def _in_gaps(runs: Runs, rows: Runs) -> bool:
+    """Return whether each of `runs` ends in the gap after a run of `rows`, which have the same modes.
 
-
-def _last(rows: Runs, length: int) -> int:
-    """Return where the last run of `length` may begin in the gap after the first of `rows`."""
-    return rows.begin + rows.modes[-1][1] - length
+    The last gap of an inner mode has to end before the outer mode's next step: else it has other runs in it.
+    """
+    nested = all(outer >= size * inner for (_, outer), (size, inner) in pairwise(rows.modes))
+    return nested and runs.begin + runs.length <= rows.begin + rows.modes[-1][1]
 
 
 def _begins(runs: Runs) -> np.ndarray:

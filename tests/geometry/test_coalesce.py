@@ -4,11 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.geometry import coalesce
-from orbax_safetensors.geometry.coalesce import Direct, Staged, plan_reads, touching
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.coalesce import Direct, Staged, distinct_bytes, plan_reads, touching
 from orbax_safetensors.geometry.strided import Copy, Runs, source_runs
 from orbax_safetensors.geometry.view import View
 from tests.support.strategies import examples
@@ -87,6 +88,31 @@ def test_shards_of_a_grid_are_read_once(data, max_gap_bytes):
     assert len(read) == len(set(read))
     if max_gap_bytes == 0:
         assert set(read) == needed(copies, 4)
+
+
+def every(step, first, rows, columns):
+    """Every `step`th column of a matrix of the elements from the `first` of a tensor on."""
+    matrix = View.tensor("w", (200,), F4).slice(slice(first, first + rows * columns)).reshape((rows, columns))
+    return matrix.slice(slice(None), slice(None, None, step))
+
+
+# The last column that is taken lies less than 15 elements before the next row, where the second view has elements.
+SHORT_ROWS = [every(15, 0, 3, 25), every(15, 10, 3, 25)]
+
+
+@examples(300)
+@example(SHORT_ROWS)
+@given(
+    st.lists(
+        st.builds(every, st.integers(1, 6), st.integers(0, 12), st.integers(1, 4), st.integers(1, 12)),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_distinct_bytes_are_those_that_some_set_holds(views):
+    copies = [copy for view in views for copy, _ in copies_of(view, Box.whole(view.shape))]
+    sets = [source_runs(copy, 4) for copy in copies]
+    assert distinct_bytes(sets, 2**20) == len({byte for runs in sets for byte in bytes_of(runs)})
 
 
 def test_leading_shards_are_read_in_one_piece_and_nothing_else():
