@@ -5,6 +5,7 @@ An index has addresses, which are wrong once a file changes. Orbax and TensorSto
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import posixpath
@@ -14,7 +15,7 @@ from typing import Any
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.format import strict_json
-from orbax_safetensors.storage.store import Store, find_small, read_small
+from orbax_safetensors.storage.store import File, Store, find_small
 
 # `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ..., "index": {name: sha256}}`, and
 # `"saved": {...}` from a save or `"linked": {...}` from a link, each with `"family"` and `"variant"`.
@@ -24,6 +25,7 @@ _FACTS = ("nbytes", "header_sha256")  # of each file; later versions may have no
 
 _MAX_BYTES = 64 * 2**20
 _MAX_INDEX_BYTES = 2**30
+_PIECE_BYTES = 2**20  # of a file that is hashed
 
 
 def note_content(
@@ -91,8 +93,22 @@ class IndexNote:
                 yield MissingError(f"{path}: is missing, and the index has it")
                 continue
             # Its digest is not shown: a link may lead to a file that is nobody's business.
-            if hashlib.sha256(read_small(file, _MAX_INDEX_BYTES)).hexdigest() != digest:
+            if _sha256(file) != digest:
                 yield StorageError(f"{path}: has changed since the index was written: expected SHA-256 {digest!r:.80}")
+
+
+def _sha256(file: File) -> str:
+    """Return the digest of a file of an index, and close the file; `StorageError` if it is too long for one."""
+    with contextlib.closing(file):
+        nbytes, digest = file.stamp.nbytes, hashlib.sha256()
+        if nbytes > _MAX_INDEX_BYTES:
+            raise StorageError(f"{file.path}: expected at most {_MAX_INDEX_BYTES} bytes, found {nbytes}")
+        buffer = memoryview(bytearray(min(nbytes, _PIECE_BYTES)))
+        for begin in range(0, nbytes, _PIECE_BYTES):
+            piece = buffer[: nbytes - begin]
+            file.read([(begin, [piece])])
+            digest.update(piece)
+        return digest.hexdigest()
 
 
 def _check_name(name: str) -> None:

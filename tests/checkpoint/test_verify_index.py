@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
-from orbax_safetensors.orbax_store.index_note import NOTE_FILE
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE, IndexNote
 from orbax_safetensors.storage.local import LocalFile, LocalStore
 from tests.support import stock_orbax
 from tests.support.damage import damages
@@ -98,6 +98,27 @@ def test_no_digest_of_what_a_link_leads_to_is_told(tmp_path):
     faults = str(ost.verify(tmp_path / "model"))
     assert "_METADATA: has changed since the index was written" in faults
     assert hashlib.sha256(b"private").hexdigest() not in faults
+
+
+def test_long_files_of_an_index_are_read_in_pieces(tmp_path, monkeypatch):
+    content = RNG.bytes(3 * 2**20 + 5)
+    (tmp_path / "long").write_bytes(content)
+    (tmp_path / "empty").write_bytes(b"")
+    files = {"long": hashlib.sha256(content).hexdigest(), "empty": hashlib.sha256().hexdigest()}
+    note = IndexNote({}, names_tensors=False, index=files, saved=None, linked=None)
+    buffers = []
+    read = LocalFile.read
+
+    def recorded(file, ranges):
+        buffers.extend(len(buffer) for _, into in ranges for buffer in into)
+        return read(file, ranges)
+
+    monkeypatch.setattr(LocalFile, "read", recorded)
+    assert not list(note.altered(LocalStore(), str(tmp_path)))
+    assert sum(buffers) == len(content)
+    assert max(buffers) <= 2**20
+    (tmp_path / "long").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "long: has changed since the index was written" in str(*note.altered(LocalStore(), str(tmp_path)))
 
 
 @pytest.fixture(scope="module")
