@@ -52,18 +52,25 @@ def test_every_stored_element_is_used_once(name, mode):
         ("deepseek4", r"scanned_blocks\."),
         ("gemma2", r"decoder\.layers\."),
         ("gemma3", r"decoder\.layers\.layers_\d"),
+        ("gemma4", r"scanned_blocks\."),
+        ("gemma4_moe", r"scanned_blocks\."),
         ("gpt-oss", r"decoder\.layers\."),
         ("llama4", r"decoder\.layers\."),
+        ("olmo3", r"decoder\.layers\."),
         ("qwen3", r"decoder\.layers\."),
+        ("qwen3.5", r"decoder\.layers\."),
+        ("qwen3_next", r"decoder\.layers\."),
     ],
 )
 def test_stacks_go_where_param_scan_axis_says(name, stacked):
     sample = Sample(name)
     tree = sample.describe(**{**made_with(name, "scanned"), "param_scan_axis": 0})
-    expected = {
-        path: np.moveaxis(array, 1, 0) if re.search(stacked, path) else array
-        for path, array in sample.made_by_maxtext(True).items()
-    }
+    expected = sample.made_by_maxtext(True)
+    for path, array in expected.items():
+        if ".local_layers." in path:  # layers in a block, stacked like the blocks
+            expected[path] = np.moveaxis(array, (1, 2), (0, 1))
+        elif re.search(stacked, path):
+            expected[path] = np.moveaxis(array, 1, 0)
     assert_same_arrays({path: evaluate(view, sample.stored) for path, view in tree.items()}, expected)
 
 
