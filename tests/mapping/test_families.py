@@ -10,7 +10,7 @@ from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4_SMALL
 from tests.support.compare import assert_same_arrays
 from tests.support.evaluate import binder, bound, evaluate, given_back, unused, uses
-from tests.support.family_samples import FAMILY, TREES, Sample, made_with
+from tests.support.family_samples import FAMILY, SAMPLES, TREES, Sample, made_with
 
 # These samples' parameters are what is stored, moved but not computed with.
 MOVED = [
@@ -74,7 +74,7 @@ def test_stacks_go_where_param_scan_axis_says(name, stacked):
     assert_same_arrays({path: evaluate(view, sample.stored) for path, view in tree.items()}, expected)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama3.1", "qwen3", "qwen3_omni"])
+@pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_the_vocabulary_is_padded(name):
     """With zeros behind the last entry, and nowhere else."""
     sample = Sample(name)
@@ -93,7 +93,7 @@ def test_the_vocabulary_is_padded(name):
         np.testing.assert_allclose(array, sample.stored[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["deepseek4", "gemma3", "llama4", "qwen3", "qwen3_omni"])
+@pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_a_vocabulary_is_never_cut(name):
     sample = Sample(name)
     size = sample.vocab_size - 1
