@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.names import hint
+from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
 
 # The key of custom metadata under which a conversion records a `FamilyUse`.
@@ -306,7 +306,7 @@ class Family:
         def bounded(name: str, shape: tuple[int, ...]) -> View:
             if next(described) == most:
                 raise MappingError(
-                    f"the tree of this config.json is made of more than {most} tensors, "
+                    f"the tree of this config.json{_counts(config, variant)} is made of more than {most} tensors, "
                     f"{name!r} among them, and the checkpoint has {number}"
                 )
             return bind(name, shape)
@@ -425,3 +425,13 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
+
+
+def _counts(config: Mapping[str, Any], variant: Variant) -> str:
+    """Return how many layers, experts and heads a config names, the largest number first, for a message."""
+    named = {**config, **variant}
+    if isinstance(text := config.get("text_config"), Mapping):
+        named |= text
+    counts = {key: value for key, value in named.items() if type(value) is int and key.startswith(("num_", "n_"))}
+    largest = sorted(counts, key=counts.__getitem__, reverse=True)
+    return f" ({some([f'{key} = {counts[key]}' for key in largest])})" if counts else ""

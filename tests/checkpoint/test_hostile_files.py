@@ -316,6 +316,7 @@ def test_a_config_of_a_huge_model_is_refused_soon(model, family, monkeypatch):
         message = str(caught.value)
         assert len(message) < LONGEST
         if "more than" in message:
+            assert f"{key} = {MANY}" in message
             assert family in message
 
 
@@ -372,7 +373,7 @@ def many(config):
 
 
 MANY_THINGS = Family("toy.many", ("ToyForCausalLM",), many)
-EXPECTED = r"toy.many: the tree of this config.json is made of more than 250000 tensors"
+EXPECTED = r"toy.many: the tree of this config.json \(num_things = 1000000000\) is made of more than 250000 tensors"
 
 
 @pytest.mark.full_size
