@@ -270,6 +270,7 @@ def prepare(request: LinkRequest) -> LinkJob:
             compression=False,
         )
         making = TileJob(source, sink)
+        staging.nbytes = sink.workspace.nbytes  # so that a lack of room is found at once, and names the destination
         leaves |= sink.workspace.leaves
     return LinkJob(request, checkpoint, staging, leaves, linked, reasons, making)
 

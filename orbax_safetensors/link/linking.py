@@ -98,7 +98,8 @@ def link(
         exception of `progress` passes to the caller; other processes raise a `StorageError`. True draws a bar.
 
     Raises:
-      StorageError: something is in the way, or cannot be read or written.
+      StorageError: something is in the way, the file system has too little room for the arrays that have to be made, or
+        something cannot be read or written.
       TensorMismatchError: mesh or spec do not fit the arrays, or `resume` finds another link.
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.

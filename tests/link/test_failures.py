@@ -15,7 +15,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.link import link_job
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapping import tensor
-from orbax_safetensors.storage import local
+from orbax_safetensors.storage import local, workspace
 from orbax_safetensors.storage.workspace import Lock
 from tests.support.files import everything, nothing_left
 from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
@@ -77,6 +77,19 @@ def test_a_pipe_among_the_files(name, hard_links, source, tmp_path):
     (source / name).symlink_to(pipe)
     refused(ost.StorageError, f"{name}: is not a regular file", source, tmp_path / "to", hard_links=hard_links)
     assert not (tmp_path / "to").exists()
+
+
+@PLACES
+def test_too_little_room_for_what_has_to_be_made(beside, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(workspace, "free_bytes", lambda path: MADE_BYTES - 1)
+    to = None if beside else tmp_path / "to"
+    before = everything(tmp_path)
+    named = source if beside else to
+    message = f"^{named}: needs {MADE_BYTES} bytes, and its file system has {MADE_BYTES - 1} bytes free$"
+    refused(ost.StorageError, message, source, to, family=FAMILY)
+    assert everything(tmp_path) == before
+    monkeypatch.setattr(workspace, "free_bytes", lambda path: MADE_BYTES)
+    ost.link(source, to, family=FAMILY)
 
 
 @PLACES
