@@ -30,8 +30,8 @@ class OrbaxLeaf:
     Attributes:
       shape: `()` for a scalar and a string.
       dtype: `np.str_` for a string.
-      chunk_shape: the shape that is stored and encoded at once; smaller at the end of a dimension that it does not
-        divide.
+      chunk_shape: the shape that is stored and encoded at once; at the end of a dimension that it does not divide, a
+        chunk has padding.
       kind: `jax.Array`, `np.ndarray`, `scalar` or `string`: what Orbax restores by default.
       write_shape: the shape of the shards that are written, if it is not that of the chunks.
       sharding: the recorded sharding of a `jax.Array`; it needs no devices.
@@ -55,6 +55,11 @@ class OrbaxLeaf:
     def chunk_nbytes(self) -> int:
         """Return the decoded size of a whole chunk."""
         return prod(self.chunk_shape) * self.dtype.itemsize
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Return the decoded size of all chunks: those at the edges are stored whole."""
+        return prod(self.grid) * self.chunk_nbytes
 
 
 def chunks_of(box: Box, leaf: OrbaxLeaf) -> Box:

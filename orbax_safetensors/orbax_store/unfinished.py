@@ -17,7 +17,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any, TypeVar
 
 from etils import epath
@@ -123,7 +122,7 @@ class UnfinishedCheckpoint(Workspace):
         self.leaves: Mapping[str, OrbaxLeaf] = self.named(lambda item: item.leaves)
         # Nobody knows how short chunks become if they are compressed: those of zeros take nothing.
         if not compression:
-            self.nbytes = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves.values())
+            self.nbytes = sum(leaf.stored_nbytes for leaf in self.leaves.values())
         self.record = {
             "compression": compression,
             "source": source,

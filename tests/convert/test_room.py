@@ -8,11 +8,14 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.format.amounts import human_bytes
+from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.storage.room import free_bytes, taken_bytes
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from tests.support.conversions import checkpoint
 from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import OF_SAFETENSORS, arrays, check, make_source
+from tests.support.orbax_items import FORMATS
+from tests.support.sinks import missing, step_sink
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -143,6 +146,16 @@ def test_holes_take_no_room(tmp_path):
         file.truncate(2**30)
     assert 5000 <= taken_bytes(str(tmp_path)) < 2**20
     assert taken_bytes(str(tmp_path / "nowhere")) == 0
+
+
+@pytest.mark.parametrize(("ocdbt", "zarr3"), FORMATS)
+def test_chunks_at_the_edges_are_stored_whole(ocdbt, zarr3, tmp_path):
+    leaf = OrbaxLeaf((50_001,), np.dtype(np.float32), (50_000,))
+    with step_sink(tmp_path, {"w": leaf}, ocdbt=ocdbt, zarr3=zarr3, compression=False) as sink:
+        for box in missing(sink, "w"):
+            sink.write_box("w", box, np.ones(box.shape, np.float32))
+        sink.commit()
+    assert 2 * 50_000 * 4 == sink.workspace.nbytes <= taken_bytes(str(tmp_path))
 
 
 def test_what_a_conversion_says_when_it_begins(disk, tmp_path, caplog):
