@@ -61,8 +61,8 @@ class Sink:
 
         With `resume`, go on with the unfinished checkpoint of a sink of the same content, if there is one.
 
-        Raises `StorageError` if something is in the way, and `TensorMismatchError` if something else was begun there;
-        in every process, before anything is written.
+        Raises `StorageError` if something is in the way or room is lacking, and `TensorMismatchError` if something else
+        was begun there; in every process, before anything is written.
         """
         self._key = new_key("sink", self.path)
         self._looked = time.monotonic()
