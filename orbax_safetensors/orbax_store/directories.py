@@ -206,6 +206,14 @@ def copy(source: epath.Path, destination: epath.Path) -> None:
             os.fsync(writing.fileno())
 
 
+def copied_nbytes(source: epath.Path) -> int:
+    """Return the bytes that `copy` writes: of a file, or of all files in a directory."""
+    with storage_errors(os.fspath(source)):
+        if source.is_dir():
+            return sum(copied_nbytes(source / name) for name in names(source))
+    return size(source) or 0
+
+
 def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False, **options: Any) -> ts.KvStore:
     """Open what is below a directory as a store of keys: Orbax's database of chunks, with `options`, or the files."""
     spec = {**build_kvstore_tspec(directory, use_ocdbt=ocdbt), **options}

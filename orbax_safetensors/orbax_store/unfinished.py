@@ -25,6 +25,7 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_
 from orbax_safetensors.format import strict_json
 from orbax_safetensors.orbax_store.directories import (
     absolute,
+    copied_nbytes,
     copy,
     flush,
     fresh,
@@ -122,7 +123,8 @@ class UnfinishedCheckpoint(Workspace):
         self.leaves: Mapping[str, OrbaxLeaf] = self.named(lambda item: item.leaves)
         # Nobody knows how short chunks become if they are compressed: those of zeros take nothing.
         if not compression:
-            self.nbytes = sum(leaf.stored_nbytes for leaf in self.leaves.values())
+            others_nbytes = sum(copied_nbytes(epath.Path(other)) for other in self._others.values())
+            self.nbytes = sum(leaf.stored_nbytes for leaf in self.leaves.values()) + others_nbytes
         self.record = {
             "compression": compression,
             "source": source,

@@ -40,7 +40,7 @@ class Workspace:
       path: where it is until then.
       locked: the file to lock; None on an object store.
       record: JSON by which a later run knows what was begun.
-      nbytes: bytes that will lie there; 0 if only a bound is known.
+      nbytes: bytes that will lie there, without small files such as indexes and configs; 0 if only a bound is known.
     """
 
     destination: str

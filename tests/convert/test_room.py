@@ -1,6 +1,7 @@
 """What conversions say when they begin, and file systems with too little room, which they refuse at once."""
 
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import OF_SAFETENSORS, arrays, check, make_source
 from tests.support.orbax_items import FORMATS
 from tests.support.sinks import missing, step_sink
+from tests.support.steps import PARAMS, is_whole, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -146,6 +148,29 @@ def test_holes_take_no_room(tmp_path):
         file.truncate(2**30)
     assert 5000 <= taken_bytes(str(tmp_path)) < 2**20
     assert taken_bytes(str(tmp_path / "nowhere")) == 0
+
+
+def test_items_that_are_copied_need_room(disk, tmp_path, monkeypatch):
+    """A run that resumes copies them anew."""
+    large = np.ones((16, 2**14), np.float32)  # far more than the blocks of small files
+    monkeypatch.setitem(PARAMS["layers"], "w", large)
+    save(tmp_path / "from")
+    (tmp_path / "from" / "7" / "other").mkdir()
+    (tmp_path / "from" / "7" / "other" / "content").write_bytes(bytes(2 * large.nbytes))
+    reshard = partial(ost.reshard, tmp_path / "from", tmp_path / "to", compression=False)
+
+    def stop(done, total):
+        raise InterruptedError
+
+    needed = needed_by(reshard, disk)
+    assert needed > 3 * large.nbytes
+    disk.free = needed + 2
+    with pytest.raises(InterruptedError):
+        reshard(progress=stop)
+    assert needed_by(partial(reshard, resume=True), disk) < 2 * large.nbytes
+    disk.free = needed + 2
+    reshard(resume=True)
+    is_whole(tmp_path / "to")
 
 
 @pytest.mark.parametrize(("ocdbt", "zarr3"), FORMATS)
