@@ -1,5 +1,7 @@
 """Meshes and partitions from a command line."""
 
+import re
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -32,22 +34,36 @@ def test_rule():
 
 
 @pytest.mark.parametrize(
-    ("parse", "texts"),
+    ("parse", "expected", "texts"),
     [
-        (parse_mesh, ["", "data", "data=", "=2", "data=0", "data=-1", "data=2,", "a=2,a=3", "a b=2", "a=2.0"]),
-        (parse_rule, ["data", "k=a b", "k=data+", "k=-+a"]),
+        (parse_mesh, "NAME=SIZE", ["", "data", "data=", "=2", "data=0", "data=-1", "data=2,", "a b=2", "a=2.0"]),
+        (parse_rule, "REGEX=AXES", ["data"]),
+        (parse_rule, "for every dimension", ["k=a b", "k=data+", "k=-+a"]),
     ],
 )
-def test_what_is_neither(parse, texts):
+def test_what_is_neither(parse, expected, texts):
     for text in texts:
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match=f"expected {expected}.*{re.escape(repr(text))}"):
             parse(text)
 
 
-def test_a_rule_that_does_not_fit_the_mesh():
-    for text in ("(=data", "k=data,data", "k=data+data", "k=expert"):
-        with pytest.raises(RuleError):
-            given_spec([parse_rule(text)], MESH)
+def test_a_mesh_with_an_axis_twice():
+    with pytest.raises(UsageError, match="the axis 'a' is passed twice in 'a=2,a=3'"):
+        parse_mesh("a=2,a=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("(=data", "not a regular expression"),
+        ("k=data,data", "can shard one dimension only"),
+        ("k=data+data", "can shard one dimension only"),
+        ("k=expert", "no axis 'expert'"),
+    ],
+)
+def test_a_rule_that_does_not_fit_the_mesh(text, message):
+    with pytest.raises(RuleError, match=message):
+        given_spec([parse_rule(text)], MESH)
 
 
 def test_rules_are_what_the_functions_take():

@@ -58,6 +58,14 @@ def decoded_or_error(config, stored):
     return {}, message
 
 
+def described(stored):
+    """Return what says the shape of the values: shapes and dtypes, and the contents of tensors that hold a shape."""
+    return {
+        name: (array.dtype, array.shape, array.tobytes() if re.search("weight_shape|quant_state", name) else b"")
+        for name, array in stored.items()
+    }
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @examples(1000)
 @given(data=st.data())
@@ -90,14 +98,7 @@ def test_stored_tensors_of_another_shape_or_dtype_or_missing(name, data):
             case "swap":
                 stored[changed] = array.T
     found, _ = decoded_or_error(sample.config, stored)
-    if (
-        found
-        and stored.keys() == sample.stored.keys()
-        and all(
-            stored[each].dtype == array.dtype and stored[each].shape == array.shape
-            for each, array in sample.stored.items()
-        )
-    ):
+    if found and described(stored) == described(sample.stored):
         assert found[NAME].shape == sample.values.shape
 
 

@@ -165,7 +165,7 @@ def test_a_thread_that_an_interrupt_has_left_behind_begins_no_task(monkeypatch, 
     with pytest.raises(KeyboardInterrupt), working(tasks(), 1, lambda: None):
         interrupted(1)
     go_on.set()
-    assert not wait(workers, 20).not_done
+    assert not wait(workers, hang.SECONDS).not_done
     assert not late
     executor_threads = [thread for thread in threading.enumerate() if thread.name.startswith("safetensors")]
     gc.collect(0)  # the executor tells its threads to end
