@@ -156,7 +156,8 @@ def _stop(loop: _Loop, thread: threading.Thread) -> None:
 
     asyncio.run_coroutine_threadsafe(end(), loop)
     thread.join()
-    # A thread of obstore may not have returned yet from the call that gives the loop its answer. If the interpreter
-    # ends before it returns, the program ends with SIGABRT.
+    # A thread of obstore may still be giving the loop its answer. The lock has it finish with the loop first, but is
+    # free before the thread has returned to obstore, which nothing can wait for. The thread needs moments for that; if
+    # the interpreter ends before, the program ends with SIGABRT.
     with loop.answering:
         loop.close()
