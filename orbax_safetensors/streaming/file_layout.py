@@ -68,7 +68,7 @@ def in_pieces(
             written_bits[writer] += box.volume * tensors[name][0].bits
             pieces[writer][name] = box
     written = [file_boxes for file_boxes in pieces if file_boxes]
-    files, locations = [], {}
+    files, tensor_locations = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
     for number, file_boxes in enumerate(written):
         offsets = {name: box.start for name, box in file_boxes.items()}
@@ -81,7 +81,7 @@ def in_pieces(
         for name, entry in header.tensors.items():
             shape, dtype = in_memory_type(entry.dtype, entry.shape)
             key = f"{number}/{name}"
-            locations[key] = Location(number, header.data_start + entry.begin, dtype)
+            tensor_locations[key] = Location(number, header.data_start + entry.begin, dtype)
             parts[name].append((offsets[name], View.tensor(key, shape, dtype)))
     views = {name: View.tile(in_memory_type(*tensors[name])[0], tiled) for name, tiled in parts.items()}
-    return Files(Layout(tuple(files), None), locations, views)
+    return Files(Layout(tuple(files), None), tensor_locations, views)
