@@ -18,7 +18,7 @@ def _paths(config: Config) -> Tree:
     return Tree({name.replace("/", "."): tensor(name, shape) for name, shape in stored_shapes().items()})
 
 
-# With a level for each part of a name between dots.
+# The tree has a level for each part of a name between dots.
 DEQUANTIZED = Family("dequantized", (), _names)
-# With slashes between the keys, as Flax's `flatten_dict(sep="/")` joins them.
+# Names have slashes between the keys of the tree, as Flax's `flatten_dict(sep="/")` joins them.
 FLAX = Family("flax.paths", (), _paths)
