@@ -17,7 +17,7 @@ from orbax_safetensors.devices.sharding import by_process
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf
 from orbax_safetensors.orbax_store.leaf import ARRAYS, STRING, num_chunks, touched_nbytes
-from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, OverRead, plan_json
+from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, OverRead, restore_plan_json
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class OrbaxRestorePlan:
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""
-        return plan_json(self)
+        return restore_plan_json(self)
 
 
 def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process_count: int) -> OrbaxRestorePlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orbax_safetensors.transfer.estimate import TimeEstimate, estimate
-from orbax_safetensors.transfer.figures import FileReads, OverRead, plan_json
+from orbax_safetensors.transfer.figures import FileReads, OverRead, restore_plan_json
 
 # Plans report leaves that make at least this part of all requests, if these are many and bring fewer bytes than this
 # each: then latency, or the work for each request, takes longer than the bytes.
@@ -99,7 +99,7 @@ class RestorePlan:
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""
-        return plan_json(self)
+        return restore_plan_json(self)
 
 
 def estimate_time(plan: RestorePlan, *, bandwidth: float, latency: float = 0.0, streams: int = 1) -> TimeEstimate:

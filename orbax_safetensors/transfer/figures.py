@@ -7,9 +7,9 @@ A request is one storage operation.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, asdict, dataclass
+from typing import Any, ClassVar, Protocol
 
 # Plans report leaves with a higher ratio of read to needed bytes; below it, another sharding would gain little.
 REPORTED_OVER_READ = 1.1
@@ -51,11 +51,25 @@ class FileReads(OverRead):
     num_requests: int
 
 
-def plan_json(plan: Any) -> str:
+class RestoreFigures(Protocol):
+    """A dataclass with the figures of a restore, of files or of an Orbax checkpoint."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def processes(self) -> Sequence[OverRead]:
+        """The figures of each process."""
+
+    @property
+    def over_reads(self) -> Sequence[OverRead]:
+        """The figures of leaves that read much more than they need."""
+
+
+def restore_plan_json(plan: RestoreFigures) -> str:
     """Return a plan of a restore as a JSON object with the names of its attributes, and over-reads beside bytes."""
     document = asdict(plan)
-    for key in ("processes", "over_reads"):
-        for cost, fields in zip(getattr(plan, key), document[key], strict=True):
+    for key, costs in (("processes", plan.processes), ("over_reads", plan.over_reads)):
+        for cost, fields in zip(costs, document[key], strict=True):
             fields["over_read"] = cost.over_read
     return json.dumps(document)
 
