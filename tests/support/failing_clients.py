@@ -7,6 +7,7 @@ A fault is one of
     "reset"                             the connection breaks before an answer comes
     "short body"                        the connection breaks within the answer
     "stall"                             nothing comes until the client gives up
+    "held back"                         nothing comes until the test sets `go`, when the connection breaks
     "other range"                       the answer has other bytes than were asked for
     "no range"                          the answer has the whole file
     "other version"                     the answer is of another state of the file
@@ -15,6 +16,7 @@ A fault is one of
 from __future__ import annotations
 
 import email.message
+import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.error import URLError
@@ -24,6 +26,8 @@ import obstore
 import pytest
 from obstore import exceptions
 
+from orbax_safetensors.storage.event_loop import in_thread
+
 # What servers repeat of a request that they refuse.
 _BODY = "<Error><Code>Refused</Code><StringToSign>SECRET"
 _NO_ANSWER = "HTTP error: error sending request"
@@ -31,19 +35,23 @@ _NO_BODY = "HTTP error: request or response body error"
 
 
 class FailingClient:
-    """Counts requests, and makes them fail with one fault at a time."""
+    """Counts requests, and makes them fail with one fault at a time. `asked` is set once there is a request."""
 
     def __init__(self) -> None:
         self.requests = 0
+        self.asked = threading.Event()
+        self.go = threading.Event()
         self._fault: str | None = None
         self._times: int | None = 0
 
     def fail(self, fault: str, times: int | None = None) -> None:
         """Have the next `times` requests fail, or all with None; and count from here."""
         self.requests, self._fault, self._times = 0, fault, times
+        self.asked.clear()
 
     def _take(self) -> str | None:
         self.requests += 1
+        self.asked.set()
         if self._times is None:
             return self._fault
         self._times -= 1
@@ -72,6 +80,9 @@ class FailingObstore(FailingClient):
         """Return an answer of obstore or raise its error."""
         if (fault := self._take()) is None:
             return await self._get(objects, key, options=options)
+        if fault == "held back":
+            await in_thread(self.go.wait)
+            fault = "reset"
         error = self.error(fault)
         if fault == "short body":
 
@@ -118,6 +129,9 @@ class FailingUrllib(FailingClient):
     def open(self, opener: OpenerDirector, request: Any, timeout: float) -> Any:
         """Return an answer or raise an error of urllib."""
         fault = self._take()
+        if fault == "held back":
+            self.go.wait()
+            fault = "reset"
         if fault == "reset":
             raise URLError(ConnectionResetError(104, "Connection reset by peer SECRET"))
         if fault == "stall":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage import remote
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Store, find_small
+from tests.support import hang
 from tests.support.failing_clients import FailingClient
 from tests.support.told_secrets import assert_tells_no_secret
 
@@ -247,6 +249,19 @@ class FaultContract:
             store.open(f"{path}/{NAME}")
         file.cancel()
         self._fails(file, "reading was cancelled$")
+
+    def test_opening_ends_when_it_is_cancelled_before_an_answer_comes(self, file, place, client):
+        store, path = place.store()
+        client.fail("held back")
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(store.open, f"{path}/{NAME}")
+            try:
+                assert client.asked.wait(hang.SECONDS)
+                store.cancel()
+                with pytest.raises(StorageError, match=f"^{re.escape(f'{path}/{NAME}')}: opening was cancelled$"):
+                    opening.result(hang.SECONDS)
+            finally:
+                client.go.set()
 
     def _fails(self, file, said):
         with pytest.raises(StorageError, match=f"^{re.escape(file.path)}: .*{said}") as caught:
