@@ -213,6 +213,8 @@ class FaultContract:
     }
     # Faults that another request would not mend.
     LASTING: ClassVar = {"403": "answered 403", "416": "answered 416", "404": "found that it is gone"}
+    # How many requests have failed before a lasting fault is told, if more than one.
+    REQUESTS: ClassVar = {}
 
     @pytest.fixture
     def client(self, monkeypatch) -> FailingClient:
@@ -236,6 +238,7 @@ class FaultContract:
         for fault, said in self.LASTING.items():
             client.fail(fault)
             self._fails(file, said)
+            assert client.requests == self.REQUESTS.get(fault, 1), fault
 
     def test_an_answer_of_another_state(self, file, client):
         client.fail("other version", times=1)
