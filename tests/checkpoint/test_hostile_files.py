@@ -373,22 +373,31 @@ def many(config):
 
 
 MANY_THINGS = Family("toy.many", ("ToyForCausalLM",), many)
-EXPECTED = r"toy.many: the tree of this config.json \(num_things = 1000000000\) is made of more than 250000 tensors"
+EXPECTED = (
+    r"toy.many: the tree of this config.json \(num_things = 1000000000\) is made of more than {0} tensors, 't.{0}' "
+)
 
 
 @pytest.mark.full_size
-def test_a_family_of_a_user_is_bounded_too(model, tmp_path):
+def test_the_most_tensors_of_a_tree():
+    with pytest.raises(ost.MappingError, match=EXPECTED.format(250_000)):
+        MANY_THINGS.describe({"num_things": MANY}, {}, bound)
+
+
+def test_a_family_of_a_user_is_bounded_too(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("orbax_safetensors.mapping.family._MOST_TENSORS", 1000)
     config = {"num_things": MANY}
     (model / "config.json").write_text(json.dumps(config))
     target = {"all": ocp.ArrayRestoreArgs()}
+    expected = EXPECTED.format(1000)
     for call in (
         lambda: ost.open_checkpoint(model, family=MANY_THINGS),
         lambda: ost.plan_restore(model, target, family=MANY_THINGS),
         lambda: ost.convert(model, tmp_path / "converted", to="orbax", family=MANY_THINGS),
     ):
-        with pytest.raises(ost.MappingError, match=f"{EXPECTED}.* and the checkpoint has 1$"):
+        with pytest.raises(ost.MappingError, match=f"{expected}.*, and the checkpoint has 1$"):
             call()
-    with pytest.raises(ost.MappingError, match=EXPECTED):
+    with pytest.raises(ost.MappingError, match=expected):
         ocp.Checkpointer(ost.SafetensorsHandler(family=MANY_THINGS)).save(
             tmp_path / "saved", args=ost.SafetensorsSave({"all": np.zeros((3, 1))}, config=config)
         )
