@@ -53,7 +53,7 @@ def mapped(
         if family is None:
             without_family(variant)
             return checkpoint
-        family = recalled(family, checkpoint)
+        (family,) = recalled([family], checkpoint)
         return decoded(checkpoint, config, dequantize).mapped_by(family, config, variant, complete=complete)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
@@ -127,7 +127,7 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
     try:
         config = read_config(checkpoint)
         plain = decoded(checkpoint, config, dequantize)
-        families = [recalled(family, checkpoint) for family in registry.registered_for(config)]
+        families = recalled(registry.registered_for(config), checkpoint)
         choice = inference.fit(families, config, leaves, plain.checkpoint.shapes)
         fitting = plain.mapped_by(choice.family, config, choice.variant, complete=True)
     except MappingError as error:

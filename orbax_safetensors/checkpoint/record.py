@@ -10,7 +10,8 @@ import errno
 import json
 import logging
 import posixpath
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import tee
 from typing import Any, NamedTuple, TypeVar
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
@@ -51,14 +52,19 @@ class _Record(NamedTuple):
     files: Mapping[str, Any]
 
 
-def recalled(family: Family, checkpoint: Checkpoint) -> Family:
-    """Return a family with the switches that are recorded beside the checkpoint's files, if they are of this family.
+def recalled(families: Sequence[Family], checkpoint: Checkpoint) -> list[Family]:
+    """Return families, each with the switches that are recorded for it beside the checkpoint's files, if there are any.
 
     A warning names a record of other files, which is not taken. Raises `StorageError` if a record cannot be read.
     """
+    records = tee(_records(checkpoint), len(families))  # each is read when a family first needs it, and once
+    return [_recalled(*pair, checkpoint) for pair in zip(families, records, strict=True)]
+
+
+def _recalled(family: Family, records: Iterator[_Record], checkpoint: Checkpoint) -> Family:
     if not family.has_switches:
         return family
-    for name, use, files in _records(checkpoint):
+    for name, use, files in records:
         if not (switches := family.recorded(use)):
             continue
         others = [file for file, found in checkpoint.fingerprints.items() if files.get(file) != found]

@@ -155,7 +155,7 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
     stored_config = read_config(checkpoint)
     known = registry.find(family, config or stored_config)
     if known is not None:
-        known = recalled(known, checkpoint)
+        (known,) = recalled([known], checkpoint)
     model_files = ModelFiles(stored_config or None) if checkpoint.is_file else files_beside(checkpoint)
     is_decoded = known is not None and options.dequantize is True
     source, encoded, *_ = decoded(checkpoint.with_omitted(), stored_config, is_decoded)

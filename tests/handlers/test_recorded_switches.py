@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.family import fitted
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.record import RECORD_NAME
+from orbax_safetensors.mapping import Family
 from orbax_safetensors.orbax_store import open_orbax
+from orbax_safetensors.storage.local import LocalStore
 from tests.multiprocess.workers_families import config_of, stored_directory
 from tests.support.conversions import restored, tensors
 from tests.support.maxtext_trees import assert_same_bits
@@ -86,6 +90,27 @@ def test_a_registered_family_takes_them(link, tree):
         assert_same_bits(ost.load(link.path), tree)
     finally:
         ost.unregister()
+
+
+def test_several_registered_families_read_a_record_once(saved, monkeypatch):
+    looked_for = []
+    find = LocalStore.find
+
+    def recorded(store, path):
+        looked_for.append(Path(path).name)
+        return find(store, path)
+
+    monkeypatch.setattr(LocalStore, "find", recorded)
+    checkpoint = read_checkpoint(saved)
+    leaves = ost.open_checkpoint(SOURCE, family="maxtext", variant=DEVIATING).leaves
+    other = Family("toy.other", ("LlamaForCausalLM",), lambda config, *, switch=0: {})
+    ost.register(other, "maxtext")
+    try:
+        fitting, _ = fitted(checkpoint, {name: leaf.shape for name, leaf in leaves.items()}, dequantize=True)
+    finally:
+        ost.unregister()
+    assert fitting.use.variant.items() >= USED.items()
+    assert looked_for.count(RECORD_NAME) == 1
 
 
 def test_a_link_without_a_family_records_none(tmp_path):
