@@ -93,6 +93,8 @@ def test_a_registered_family_takes_them(link, tree):
 
 
 def test_several_registered_families_read_a_record_once(saved, monkeypatch):
+    checkpoint = read_checkpoint(saved)
+    leaves = ost.open_checkpoint(SOURCE, family="maxtext", variant=DEVIATING).leaves
     looked_for = []
     find = LocalStore.find
 
@@ -101,8 +103,6 @@ def test_several_registered_families_read_a_record_once(saved, monkeypatch):
         return find(store, path)
 
     monkeypatch.setattr(LocalStore, "find", recorded)
-    checkpoint = read_checkpoint(saved)
-    leaves = ost.open_checkpoint(SOURCE, family="maxtext", variant=DEVIATING).leaves
     other = Family("toy.other", ("LlamaForCausalLM",), lambda config, *, switch=0: {})
     ost.register(other, "maxtext")
     try:
