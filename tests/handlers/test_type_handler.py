@@ -1,6 +1,7 @@
 """`SafetensorsTypeHandler` in the registry of Orbax's handler of trees: arrays are safetensors, all else is Orbax's."""
 
 import asyncio
+import threading
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.handlers import type_handler
+from orbax_safetensors.save.job import SaveJob
+from tests.support import hang
 from tests.support.accelerator import accelerator
 from tests.support.files import random_bits, write
 from tests.support.type_handlers import assert_same, make_handler, sharded_args, th
@@ -149,6 +152,31 @@ def test_a_part_of_a_tree(tmp_path, checkpointer, params, mesh):
         restored = partial.restore(tmp_path / "saved", args=ocp.args.PyTreeRestore(item=item, restore_args=args))
     assert restored["dense"]["kernel"] is ocp.PLACEHOLDER
     assert np.asarray(restored["dense"]["bias"]).tobytes() == BIAS.tobytes()
+
+
+@pytest.mark.parametrize("change", ["deleted", "donated"])
+def test_what_happens_to_arrays_does_not_change_a_save_in_the_background(tmp_path, monkeypatch, params, change):
+    """Even if it happens before the background looks at them."""
+    run, go = SaveJob.run, threading.Event()
+
+    def wait(job):
+        assert go.wait(hang.SECONDS)
+        run(job)
+
+    monkeypatch.setattr(SaveJob, "run", wait)
+    arrays = jax.tree.map(jnp.copy, params)  # in memory of their own, not that of `KERNEL`
+    with ocp.AsyncCheckpointer(make_handler()) as checkpointer:
+        checkpointer.save(tmp_path / "saved", args=ocp.args.PyTreeSave(arrays))
+        for array in jax.tree.leaves(arrays):
+            if change == "deleted":
+                array.delete()
+            else:
+                jax.jit(lambda x: x * 0, donate_argnums=0)(array).block_until_ready()
+        go.set()
+        checkpointer.wait_until_finished()
+    stored = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
+    assert stored["dense.kernel"].tobytes() == KERNEL.tobytes()
+    assert stored["dense.bias"].tobytes() == BIAS.tobytes()
 
 
 def test_no_copies_are_left_with_the_arrays(tmp_path, checkpointer):
