@@ -17,7 +17,7 @@ from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.orbax_store.restore_plan import plan_orbax_restore
 
 SPEC = {"kernel": ("x", "y"), "stack": (None, None, "y"), "table": (("x", "y"),)}
-SHAPES = {"kernel": (16, 32), "stack": (4, 6, 8), "table": (64, 2), "norm": (24,)}
+SHAPES = {"kernel": (16, 32), "stack": (16, 6, 8), "table": (64, 2), "norm": (24,)}
 MESH = {"x": 2, "y": 4}
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -57,6 +57,7 @@ def test_what_is_planned_is_what_orbax_reads(saved, mesh, monkeypatch):
     assert cost.read_bytes == asked_of_tensorstore(saved / "0" / "items", mesh, monkeypatch) > cost.needed_bytes
     assert plan.file_bytes == sum(file.stat().st_size for file in (saved / "0" / "items").rglob("*") if file.is_file())
     over = {leaf.name: leaf for leaf in plan.over_reads}
+    assert list(over) == ["stack", "kernel"]  # the most wasteful first
     # Rows are whole in a chunk, and four shards of columns touch each.
     assert {name: leaf.over_read for name, leaf in over.items()} == {"kernel": 4, "stack": 4}
     assert over["kernel"].chunk_shape[1] == 32

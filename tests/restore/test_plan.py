@@ -98,6 +98,16 @@ def test_leaves_that_make_most_of_the_requests_are_named(directory):
     assert ost.plan_restore(directory, replicated, process_count=2).most_requests == ()
 
 
+def test_leaves_that_read_too_much_are_named_in_the_order_of_what_they_waste(tmp_path):
+    """In bytes: a small leaf may read more times what it needs."""
+    write(tmp_path / "x.safetensors", {"a": np.zeros((8, 8), np.float32), "b": np.zeros((64, 8), np.float32)})
+    mesh = AbstractMesh((4, 2), ("x", "y"))
+    specs = {"a": P(None, "x"), "b": P(None, "y")}
+    args = {name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    plan = ost.plan_restore(tmp_path, args, process_count=8)
+    assert [(leaf.name, round(leaf.over_read)) for leaf in plan.over_reads] == [("b", 2), ("a", 4)]
+
+
 def test_leading_shards_cost_exactly_their_bytes(directory):
     abstract = target(AbstractMesh((2, 4), ("x", "y")), dict.fromkeys(ARRAYS, P("x")))
     plan = ost.plan_restore(directory, abstract, process_count=2)
