@@ -10,7 +10,7 @@ from urllib.request import OpenerDirector
 import pytest
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage import remote
+from orbax_safetensors.storage import links, remote
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.servers.faults import Answer, SetHeader
 from tests.support.servers.files import Files
@@ -55,6 +55,12 @@ def read(file, *ranges):
 def told(server):
     """What of requests may be secret: their queries, and their headers."""
     return str([(one.query, one.headers.items()) for one in server.log])
+
+
+def test_a_server_is_a_scheme_a_host_and_a_port():
+    urls = ("http://a/x", "http://b/x", "https://a/x", "http://a:81/x")
+    assert len({links.origin(url) for url in urls}) == len(urls)
+    assert links.origin("http://a/x") == links.origin("http://A:80/y?z")
 
 
 @pytest.mark.parametrize(
