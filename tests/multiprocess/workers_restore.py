@@ -389,10 +389,15 @@ def missing_tensor_and_on_to_a_valid_restore(site: Site) -> list[str]:
 
 @scenario
 def uneven_sharding(site: Site) -> list[str]:
-    """JAX has no arrays whose dimensions do not divide."""
+    """JAX has no arrays whose dimensions do not divide.
+
+    Processes that hold nothing of such a leaf refuse it as well: they would wait for the others forever.
+    """
     messages = []
-    for spec in (PartitionSpec("x"), PartitionSpec(("x", "y")), PartitionSpec(("y", "x"), None)):
-        sharding = NamedSharding(site.mesh(), spec)
+    specs = (PartitionSpec("x"), PartitionSpec(("x", "y")), PartitionSpec(("y", "x"), None))
+    shardings = [NamedSharding(site.mesh(), spec) for spec in specs]
+    shardings += [NamedSharding(mesh, PartitionSpec("d")) for mesh in _rows(site).values()]
+    for sharding in shardings:
         try:
             jax.make_array_from_callback((9, 56), sharding, lambda index: np.zeros((9, 56))[index], dtype=np.float32)
         except ValueError:
