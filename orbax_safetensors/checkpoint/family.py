@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 def mapped(
     checkpoint: Checkpoint,
-    asked: FamilyLike,
+    requested_family: FamilyLike,
     variant: Mapping[str, Any] | None,
     *,
     complete: bool,
@@ -44,12 +44,12 @@ def mapped(
     is no such family, or if config, variant and tensors disagree.
     """
     variant = switches_of(variant)
-    if asked is None and not registry.any_registered():
+    if requested_family is None and not registry.any_registered():
         without_family(variant)
         return checkpoint
     config = read_config(checkpoint)
     try:
-        family = registry.find(asked, config)
+        family = registry.find(requested_family, config)
         if family is None:
             without_family(variant)
             return checkpoint
@@ -86,16 +86,18 @@ def with_variant(
     raise refusal
 
 
-def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShapes, passed: Variant) -> Variant | None:
+def nearest_variant(
+    checkpoint: Checkpoint, requested_family: FamilyLike, leaves: LeafShapes, passed: Variant
+) -> Variant | None:
     """Return the variant of the checkpoint's family with the `passed` switches whose tree is nearest to these leaves.
 
     Returns None without a family, and if none of its variants has a tree.
     """
-    if asked is None and not registry.any_registered():
+    if requested_family is None and not registry.any_registered():
         return None
     config = read_config(checkpoint)
     try:
-        family = registry.find(asked, config)
+        family = registry.find(requested_family, config)
         if family is None:
             return None
         return inference.nearest_variant(family, config, leaves, passed, checkpoint.shapes)
@@ -191,10 +193,10 @@ class Decoded(NamedTuple):
         use = family.use(config, shapes, variant)
         tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
         made_of = {name for view in tree.values() for name in view.tensors}
-        if unbound and (own := (by_path(shapes, tree).keys() & tree.keys()) - made_of):
+        if unbound and (paths := (by_path(shapes, tree).keys() & tree.keys()) - made_of):
             raise MappingError(
-                f"{family.name}: the checkpoint has leaves of the family's tree, such as {min(own)!r}, as tensors: it "
-                "was saved without family=; load it without, or save it with family="
+                f"{family.name}: the checkpoint has leaves of the family's tree, such as {min(paths)!r}, as tensors: "
+                "it was saved without family=; load it without, or save it with family="
             )
         check_shapes(family.name, tree, unbound, shapes)
         if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:

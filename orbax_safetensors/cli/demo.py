@@ -135,8 +135,8 @@ def work(path: str, report: Callable[[float], object]) -> list[dict[str, Any]]:
 
 def _share(results: list[Path]) -> float:
     """Return the share of the work that all workers together have done."""
-    told = (result.with_suffix(PROGRESS_SUFFIX) for result in results)
-    return sum(float(file.read_text()) for file in told if file.exists()) / len(results)
+    progress_files = (result.with_suffix(PROGRESS_SUFFIX) for result in results)
+    return sum(float(file.read_text()) for file in progress_files if file.exists()) / len(results)
 
 
 def _raise_failure(workers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:

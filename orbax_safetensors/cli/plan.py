@@ -308,10 +308,10 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
     document |= json.loads(plan.to_json())
-    instead = scenario.restore.cheaper_shardings(plan)
+    shardings = scenario.restore.cheaper_shardings(plan)
     for leaf in document["over_reads"]:
         leaf["instead"] = [
-            asdict(other) | {"axes": axes_text(other.axes), "over_read": other.over_read}
-            for other in instead[leaf["name"]]
+            asdict(sharding) | {"axes": axes_text(sharding.axes), "over_read": sharding.over_read}
+            for sharding in shardings[leaf["name"]]
         ]
     return document | _estimate_document(scenario.estimate, args, scenario.restore.limits.requests)

@@ -38,8 +38,8 @@ def _only(tree: Tree, paths: Set[str]) -> Tree:
     return Tree(leaves, unused=tree.unused, optional=tree.optional, shared=tree.shared)
 
 
-def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored: Shapes) -> None:
-    """Check that every tensor of a view is stored with the shape from the config.
+def check_shapes(where: str, tree: Mapping[str, View], expected: Shapes, stored: Shapes) -> None:
+    """Check that every tensor of a view is stored with its `expected` shape, from the config.
 
     Raises `MappingError` with `where`, which names the family and the checkpoint, the path, the stored name and both
     shapes.
@@ -48,9 +48,9 @@ def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored
     def problem(use: tuple[str, str]) -> str:
         path, name = use
         what = f"found {stored[name]}" if name in stored else f"which is not stored{hint(name, stored)}"
-        return f"{path} is made of {shown(name)} of shape {described[name]}, {what}"
+        return f"{path} is made of {shown(name)} of shape {expected[name]}, {what}"
 
-    wrong = {name for name, shape in described.items() if stored.get(name) != shape}
+    wrong = {name for name, shape in expected.items() if stored.get(name) != shape}
     if problems := [(path, name) for path, view in tree.items() if wrong for name in view.tensors if name in wrong]:
         raise MappingError(f"{where}: {some(problems, problem, '; ')}")
 

@@ -58,10 +58,10 @@ def quantization(config: Mapping[str, Any] | None, stored: StoredTypes, read: Re
     taken: set[str] = set()
     unused: set[str] = set()
     alike: dict[object, Quantized] = {}  # of tens of thousands of tensors, few differ in more than their names
-    described: list[str] = []
+    descriptions_read: list[str] = []
 
     def read_description(name: str) -> bytes:
-        described.append(name)
+        descriptions_read.append(name)
         return read(name) if read else b""
 
     for codes, (_, dtype) in stored.items():
@@ -76,9 +76,9 @@ def quantization(config: Mapping[str, Any] | None, stored: StoredTypes, read: Re
             if key in alike:
                 tensor = alike[key].renamed(name, codes, names)
             else:
-                described.clear()
+                descriptions_read.clear()
                 tensor = encoded(row, name, codes, names, stored, settings, read_description)
-                if not described:
+                if not descriptions_read:
                     alike[key] = tensor
             tensors[name] = tensor
             taken.update(tensor.stored, names.values())

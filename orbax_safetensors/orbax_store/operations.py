@@ -85,14 +85,14 @@ def begin_write(store: Any, array: np.ndarray, budget: Budget, *, copies: int, w
     the write. Raises, or the future does, a `StorageError` that begins with `where`.
     """
     operations = Operations(where)
-    taken = budget.acquire(copies * array.nbytes + _WRITE_OVERHEAD)
+    acquired_bytes = budget.acquire(copies * array.nbytes + _WRITE_OVERHEAD)
     try:
         with storage_errors(where):
             operation = store.write(array, can_reference_source_data_indefinitely=True).commit
     except BaseException:
-        budget.release(taken)
+        budget.release(acquired_bytes)
         raise
-    operations.add(operation, budget, taken)
+    operations.add(operation, budget, acquired_bytes)
     operations.close()
     return operations.future
 
@@ -114,8 +114,8 @@ class Operations:
         """Return whether one of them has failed, so that no other need begin."""
         return self._failure is not None
 
-    def add(self, operation: Any, budget: Budget, taken: int) -> None:
-        """Start a TensorStore future; when it is done, the bytes that it has `taken` of `budget` are released."""
+    def add(self, operation: Any, budget: Budget, acquired_bytes: int) -> None:
+        """Start a TensorStore future; when it is done, its `acquired_bytes` go back to `budget`."""
         with self._lock:
             self._under_way += 1
 
@@ -123,7 +123,7 @@ class Operations:
             try:
                 self._end(ended.exception())
             finally:  # last, so that callbacks have run once the budget is free
-                budget.release(taken)
+                budget.release(acquired_bytes)
 
         operation.add_done_callback(done)
         operation.force()  # otherwise it begins only when somebody waits for it

@@ -114,13 +114,13 @@ class OrbaxCheckpoint:
                     whole = box_of(chunks, leaf)
                     part = whole.overlap(box).slices
                     touched = touched_nbytes(whole, leaf)
-                    taken = self._budget.acquire(_COPIES * touched)
+                    acquired_bytes = self._budget.acquire(_COPIES * touched)
                     try:
                         operation = target[part].write(self._stores[name][part]).commit
                     except BaseException:
-                        self._budget.release(taken)
+                        self._budget.release(acquired_bytes)
                         raise
-                    operations.add(operation, self._budget, taken)
+                    operations.add(operation, self._budget, acquired_bytes)
         except BaseException as error:
             failure = error
             if not isinstance(error, Exception):

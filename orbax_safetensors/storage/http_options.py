@@ -69,8 +69,8 @@ class HttpOptions:
     retries: Retries
 
     @classmethod
-    def taken(cls, options: dict[str, Any], *, plain: bool, default: Retries = RETRIES) -> Self:
-        """Take the options of HTTP requests out of `options`; `plain` is for a server without TLS."""
+    def pop_from(cls, options: dict[str, Any], *, plain: bool, default: Retries = RETRIES) -> Self:
+        """Pop the options of HTTP requests from `options`; `plain` is for a server without TLS."""
         client: dict[str, Any] = {**_TIMEOUTS}
         if plain:
             client["allow_http"] = True

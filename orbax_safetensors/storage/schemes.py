@@ -91,7 +91,7 @@ def store_of(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple
     if scheme in AZURE and "\\" in key:
         raise StorageError(f"{path}: Azure takes the backslash for a slash, and finds another blob")
     options = _from_environment(scheme) | options
-    http = HttpOptions.taken(options, plain=_is_plain(options))
+    http = HttpOptions.pop_from(options, plain=_is_plain(options))
     for name, value in options.items():  # obstore would panic
         if isinstance(value, str) and not value.isprintable() and not name.lower().endswith("service_account_key"):
             raise SafetensorsError(f"storage_options: {name} has a character that no header has, such as a newline")
@@ -125,7 +125,7 @@ def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     Paths are URLs without these, and with characters as they are rather than escaped. None of these, nor any header,
     goes further than to the server of `url` if that sends its clients elsewhere.
     """
-    http = HttpOptions.taken(options, plain=url.startswith("http://"))
+    http = HttpOptions.pop_from(options, plain=url.startswith("http://"))
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for HTTP servers")
     parts, root = None, ""
@@ -164,7 +164,7 @@ def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
             "certificates from the environment (HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE)"
         )
     endpoint, token = hub_api.endpoint(options.pop("endpoint", None)), options.pop("token", None)
-    http = HttpOptions.taken(options, plain=endpoint.startswith("http://"), default=HUB_RETRIES)
+    http = HttpOptions.pop_from(options, plain=endpoint.startswith("http://"), default=HUB_RETRIES)
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for the Hub")
     return hub.hub_store(url, hub_api.HubApi(endpoint, token, http), http)

@@ -55,8 +55,8 @@ def files_at_once(requests: int) -> tuple[int, int]:
 
 
 def _in_flight(nbytes: int, requests: int) -> int:
-    held = min(requests, PARTS) * PART_BYTES // _part_bytes(nbytes)
-    return max(1, held - _PARTS_WAITING)
+    parts_in_memory = min(requests, PARTS) * PART_BYTES // _part_bytes(nbytes)
+    return max(1, parts_in_memory - _PARTS_WAITING)
 
 
 def _part_bytes(nbytes: int) -> int:

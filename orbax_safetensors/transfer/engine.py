@@ -194,14 +194,14 @@ class Transfer(ABC, Generic[_F]):
         """
         for use, parts in zip(access.uses, copies, strict=True):
             destination = window.part.destinations[use.buffer]
-            held, memory = window.blocks[destination.block].dtype, window.memory[destination.block]
-            same = same_bits(destination.ops, stored, held)
+            dtype, memory = window.blocks[destination.block].dtype, window.memory[destination.block]
+            same = same_bits(destination.ops, stored, dtype)
             for part in parts:
                 copy = part.onward(destination.begin)
                 if same:
                     yield _ArrayCopy(destination, True, *words(copy, packed, memory, stored.itemsize))
                 else:
-                    yield _ArrayCopy(destination, False, *elements(copy, packed, stored, memory, held))
+                    yield _ArrayCopy(destination, False, *elements(copy, packed, stored, memory, dtype))
 
     def _runs(self, window: Window, packed: np.ndarray) -> None:
         """Move the bytes of a window, which `packed` holds, with one request for each run."""
