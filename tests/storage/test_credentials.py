@@ -90,17 +90,31 @@ def test_none_and_no_boto3(monkeypatch):
         store.open(path)
 
 
+@pytest.fixture
+def metadata(monkeypatch):
+    """The metadata service of this machine: there is none of what it is asked for."""
+    with Server(lambda request: Response(404)) as server:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", server.url)
+        yield server
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("fault", [Answer(404), Answer(403), Cut(None, "stall")], ids=str)
-def test_a_machine_without_a_role(monkeypatch, fault):
-    with Server(lambda request: Response(404)) as metadata:
-        monkeypatch.setenv("AWS_METADATA_ENDPOINT", metadata.url)
-        monkeypatch.setattr(retries, "_METADATA_SECONDS", 0.1)
-        metadata.fail(fault, times=None)
-        store, path = store_of("s3://bucket/x", {"read_timeout": "200 ms"})
-        with pytest.raises(StorageError, match="found no credentials in"):
-            store.open(path)
-        assert len(metadata.log) == 1
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_machine_without_a_role(metadata, status):
+    metadata.fail(Answer(status), times=None)
+    store, path = store_of("s3://bucket/x", {})
+    with pytest.raises(StorageError, match="found no credentials in"):
+        store.open(path)
+    assert len(metadata.log) == 1
+
+
+@pytest.mark.server
+def test_a_metadata_service_that_does_not_answer(metadata, monkeypatch):
+    monkeypatch.setattr(retries, "_METADATA_SECONDS", 0)  # or it is asked again until then
+    metadata.fail(Cut(None, "stall"), times=None)
+    store, path = store_of("s3://bucket/x", {"read_timeout": "200 ms"})
+    with pytest.raises(StorageError, match="found no credentials in"):
+        store.open(path)
 
 
 @pytest.mark.server
