@@ -187,11 +187,12 @@ def test_a_worker_that_fails_is_shown(tmp_path, capfd):
 @pytest.mark.process
 def test_a_worker_is_not_left_running_if_the_other_fails(tmp_path, monkeypatch, capfd):
     """The interpreter is replaced: the second process says who it is and stays, then the first fails."""
-    pid, interpreter = tmp_path / "pid", tmp_path / "python"
+    pid, interpreter, ready = tmp_path / "pid", tmp_path / "python", tmp_path / "ready"
+    os.mkfifo(ready)
     interpreter.write_text(
         "#!/bin/sh\n"
-        f'case "$*" in *--process=0*) until [ -s {pid} ]; do sleep 0.1; done; echo broken; exit 3;; esac\n'
-        f"echo $$ > {pid}\nexec sleep 600\n"
+        f'case "$*" in *--process=0*) read line < {ready}; echo broken; exit 3;; esac\n'
+        f"echo $$ > {pid}\necho > {ready}\nexec tail -f /dev/null\n"
     )
     interpreter.chmod(0o755)
     monkeypatch.setattr(demo.sys, "executable", str(interpreter))
