@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import full_size, hang
+from tests.support import hang
 
 # Object stores on this machine.
 pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers", "tests.support.both_devices"]
@@ -47,21 +47,6 @@ def young():
 def accelerators(monkeypatch):
     """All devices are accelerators to the package. Like those, CPU devices have memory of the kind `pinned_host`."""
     monkeypatch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
-
-
-@pytest.fixture(scope="module", params=["CPU devices", pytest.param("accelerators", marks=pytest.mark.cross)])
-def any_devices(request):
-    """All tests of a module run with CPU devices, and with `accelerators`."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "accelerators":
-            patch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
-        yield
-
-
-@pytest.fixture(scope="module", params=["deepseek-v3-fp8", "llama-3.1-405b"])
-def full_size_model(request, tmp_path_factory):
-    """The name of a full-size model, and a directory with its files."""
-    return request.param, full_size.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Files made to take all memory, to keep a process busy, or to fill a log: each is one short error, soon."""
+"""Files made to take all memory, to keep a process busy, or to fill a log: each is one short error."""
 
 import gc
 import json

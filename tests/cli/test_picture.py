@@ -20,7 +20,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import runs_of
 from orbax_safetensors.transfer.plan import Block, Location, Part, TransferPlan, transfer_plan
-from tests.support import examples, pages
+from tests.support import examples, full_size, pages
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"
@@ -78,10 +78,10 @@ def test_cells_are_the_bytes_of_boxes(axis, max_gap_bytes, family):
         np.testing.assert_allclose(found[0], expected[0])
 
 
-@pytest.mark.parametrize("full_size_model", ["deepseek-v3-fp8", "gpt-oss-120b-mxfp4", "llama-3.1-405b"], indirect=True)
-def test_full_size_models_encoded_or_not(full_size_model):
-    _, directory = full_size_model
-    checkpoint = open_checkpoint(directory, family="maxtext")
+@pytest.mark.full_size
+@pytest.mark.parametrize("model", ["deepseek-v3-fp8", "gpt-oss-120b-mxfp4", "llama-3.1-405b"])
+def test_full_size_models_encoded_or_not(model, tmp_path):
+    checkpoint = open_checkpoint(full_size.make(model, tmp_path), family="maxtext")
     plan = planned(checkpoint, 1, -1, 2**14)
     needed, read = amounts(plan, stretches(checkpoint))
     # Of scales, those beside the needed ones are read as well, which is not drawn.

@@ -198,7 +198,7 @@ def held_back():
             go.set()
 
 
-@pytest.mark.usefixtures("any_devices")
+@pytest.mark.both_devices
 def test_what_happens_to_leaves_does_not_change_a_save_in_the_background(tmp_path, tree):
     """It returns before any byte is written."""
     with ocp.AsyncCheckpointer(ost.SafetensorsHandler()) as checkpointer, held_back() as go:
@@ -301,7 +301,7 @@ def fitting(mesh, shape, order):
     return NamedSharding(mesh, P(*spec))
 
 
-@pytest.mark.usefixtures("any_devices")
+@pytest.mark.both_devices
 @examples(60)
 @given(
     trees, st.integers(1, 400), st.permutations("xy"), st.permutations("xy"), st.permutations(range(8)), st.booleans()
@@ -326,7 +326,7 @@ def test_there_and_back_bit_for_bit(tree, max_file_bytes, saved_as, restored_as,
             assert_same_bits(found, expected)
 
 
-@pytest.mark.usefixtures("any_devices")
+@pytest.mark.both_devices
 def test_bits_that_arithmetic_does_not_keep(tmp_path, checkpointer, mesh):
     """NaNs with payloads and signs, negative zero, subnormals, infinities."""
     bits = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000], np.uint32)

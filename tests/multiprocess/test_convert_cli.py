@@ -43,7 +43,8 @@ from orbax_safetensors.cli.main import main
 sys.exit(main([*sys.argv[1:], "--distributed"]))
 """
 
-# How long jax.distributed takes a process that is silent for a living one.
+# How long jax.distributed takes a process that is silent for a living one: nothing else tells the others that a process
+# was killed. It decides when they go on, and not what they do.
 HEARTBEAT = """
 import functools, jax
 jax.distributed.initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=20)

@@ -119,14 +119,14 @@ def test_a_manager_keeps_the_last_steps(together):
 
 
 @pytest.mark.parametrize("scenario", TOLD)
-def test_all_processes_fail_together_and_soon(together, scenario):
+def test_all_processes_fail_together(together, scenario):
     found = values(together, scenario)
     assert None not in found, "see test_in_every_process"
     assert [error["kind"] for error in found] == ["StorageError"] * len(found), found
 
 
 @pytest.mark.parametrize("scenario", [*REFUSED, *DIFFERENT])
-def test_a_save_that_cannot_be_is_refused_everywhere_and_soon(together, scenario):
+def test_a_save_that_cannot_be_is_refused_everywhere(together, scenario):
     found = values(together, scenario)
     assert None not in found, "see test_in_every_process"
     # The process whose fault it is says so, in its own words.
@@ -166,7 +166,7 @@ def test_those_that_survive_a_killed_process_do_not_wait_for_it_and_lose_no_chec
             processes=2,
             devices=4,
             killed=[1],
-            heartbeat_seconds=20,
+            heartbeat_seconds=20,  # nothing else tells the other that it is gone
         )
     restored = ost.load(tmp_path / "model")
     assert {name: array.tobytes() for name, array in restored.items()} == {

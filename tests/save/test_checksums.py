@@ -48,7 +48,7 @@ def tree(mesh):
     return leaves | {"empty": np.zeros((0, 3), np.int8), "scalar": 1.5, "host": np.asfortranarray(np.ones((5, 3)))}
 
 
-@pytest.mark.usefixtures("any_devices")
+@pytest.mark.both_devices
 @pytest.mark.parametrize("max_file_bytes", [5_000_000_000, 3000])
 def test_the_bytes_of_every_tensor(tmp_path, mesh, max_file_bytes):
     directory = save(tmp_path / "saved", tree(mesh), max_file_bytes=max_file_bytes)

@@ -224,7 +224,7 @@ def shardings():
     }
 
 
-@pytest.mark.usefixtures("any_devices")
+@pytest.mark.both_devices
 def test_arrays_of_any_dtype_with_any_sharding(tmp_path):
     hosts = {name: random_bits(RNG, (8, 16, 6), dtype) for name, dtype in DTYPES.items()}
     with jax.enable_x64(True):
@@ -318,7 +318,7 @@ def array_shardings(draw, shape):
     return NamedSharding(mesh, P(*spec))
 
 
-@pytest.mark.usefixtures("any_devices")
+@pytest.mark.both_devices
 @examples(60)
 @given(sharded_trees(), st.integers(1, 4), st.integers(1, 300), st.booleans(), st.randoms(use_true_random=False))
 def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file_bytes, kept, random):

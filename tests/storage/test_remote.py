@@ -192,7 +192,7 @@ def test_an_object_that_changes_is_noticed(server, tmp_path, pinned):
         read(file, (600000, 10))
 
 
-def test_cancelled_reads_end_soon(server):
+def test_cancelled_reads_end(server):
     file, asked = opened(server), threading.Event()
     server.fail(Call(asked.set), times=None)
     server.fail(Cut(None, "stall"), times=None)

@@ -32,7 +32,6 @@ _FOLDERS = {"multiprocess": "process", "servers": "server"}
 _FIXTURES = {
     **dict.fromkeys(("azure", "gcs", "hub", "moto", "orbax_gcs", "s3", "server", "web"), "server"),
     **dict.fromkeys(("by_stock_orbax", "forks"), "process"),
-    "full_size_model": "full_size",
 }
 only_fast = False
 _running: pytest.Item | None = None
