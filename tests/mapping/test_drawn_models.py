@@ -1,26 +1,44 @@
-"""The families on configs of any small sizes: each stored element is in the tree once, and comes back."""
+"""The families on configs of any small sizes: each stored element is in the tree once, and comes back.
+
+Trees with other switches have the same layers, stacked or not, and the same vocabulary, padded or not.
+"""
+
+import re
 
 import numpy as np
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
+from tests.support.compare import assert_same_arrays
 from tests.support.evaluate import binder, bound, evaluate, given_back, uses
 from tests.support.strategies import examples
+from tests.support.tiers import cross
 
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
 MODELS = [
     "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gemma4", "gemma4_small", "gpt_oss", "llama3",
     "mistral", "mixtral", "olmo3", "qwen2_5", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next",
 ]  # fmt: skip
+# Stored layers after which those of the same kind come again.
+CYCLES = {"gpt_oss": 2, "gemma2": 2, "gemma3": 6, "gemma4": 6, "olmo3": 4, "qwen3_next": 3, "qwen3_5": 2}
 sizes = st.integers(1, 5)
+
+
+def text_of(config):
+    """The part of a config that describes the language model."""
+    return config.get("text_config", config)
 
 
 @st.composite
 def configs(draw, name):
     """Configs with everything that the architecture has."""
-    cycle = {"gpt_oss": 2, "gemma2": 2, "gemma4": 6, "olmo3": 4, "qwen3_next": 3, "qwen3_5": 2}.get(name)
-    layers = cycle * draw(st.integers(1, 2)) if cycle else draw(st.integers(1, 9 if name == "gemma3" else 4))
+    cycle = CYCLES.get(name)
+    if cycle is None or name == "gemma3":  # whose last cycle may be incomplete
+        layers = draw(st.integers(1, 9 if cycle else 4))
+    else:
+        layers = cycle * draw(st.integers(1, 2))
     config = {
         "num_hidden_layers": layers,
         "hidden_size": draw(sizes),
@@ -96,35 +114,91 @@ def qwen_tower(draw):
     return config | {"hidden_size": config["num_heads"] * draw(sizes)}
 
 
-@examples(200)
-@given(st.data())
-def test_a_tree_has_every_stored_element_once_and_gives_it_back(data):
-    name = data.draw(st.sampled_from(MODELS))
-    event(name)
-    config = data.draw(configs(name))
-    text = config.get("text_config", config)
-    scan_layers = name != "gemma4_small" and data.draw(st.booleans())
-    variant = {"scan_layers": scan_layers, "param_scan_axis": data.draw(st.integers(0, 1))}
-    if data.draw(st.booleans()):
-        variant["vocab_size"] = text["vocab_size"] + data.draw(st.integers(0, 3))
-    if name == "qwen3_5":
-        variant["separate_experts"] = data.draw(st.booleans())
-    family = FAMILY[name]
+def unstacked(arrays, axis, length, layers):
+    """The arrays of a tree of `layers`, stacked along `axis` and in cycles of `length`, by their names if numbered."""
+    out = {}
+    for path, array in arrays.items():
+        group, _, rest = path.removeprefix("params.decoder.").partition(".")
+        place, _, leaf = rest.partition(".")
+        match = re.fullmatch(r"layers?_(\d+)", place)
+        number = int(match[1]) if match else length - 1 if place == "global_layer" else None
+        if group == "layers_remainder":
+            found = {f"layers_{layers // length * length + number}.{leaf}": array}
+        elif place == "local_layers":
+            blocks = np.moveaxis(array, (axis, axis + 1), (0, 1))
+            found = {f"layers_{i * length + j}.{leaf}": blocks[i, j] for i, j in np.ndindex(blocks.shape[:2])}
+        elif group in ("layers", "scanned_blocks") and number is not None:
+            found = {f"layers_{i * length + number}.{leaf}": one for i, one in enumerate(np.moveaxis(array, axis, 0))}
+        elif group in ("layers", "dense_layers", "moe_layers"):
+            found = {f"{group}_{i}.{rest}": one for i, one in enumerate(np.moveaxis(array, axis, 0))}
+        else:
+            out[path] = array
+            continue
+        out |= {f"params.decoder.{name}": one for name, one in found.items()}
+    return out
 
+
+def padded(arrays, vocab_size):
+    """The arrays of a tree with zeros behind the last entry of the vocabulary."""
+    out = dict(arrays)
+    for path, axis in (("params.token_embedder.embedding", 0), ("params.decoder.logits_dense.kernel", 1)):
+        if path in out:
+            more = vocab_size - out[path].shape[axis]
+            out[path] = np.pad(out[path], [(0, more * (at == axis)) for at in range(2)])
+    return out
+
+
+def stored_tensors(data, name, config, variant):
+    """Random values for all tensors that a family asks for."""
     shapes = {}
 
     def bind(tensor, shape):
         shapes[tensor] = shape
         return bound(tensor, shape)
 
-    family.describe(config, variant, bind)
+    FAMILY[name].describe(config, variant, bind)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    stored = {tensor: rng.standard_normal(shape, np.float32) for tensor, shape in shapes.items()}
-    tree = family.describe(config, variant, binder(stored))
+    return {tensor: rng.standard_normal(shape, np.float32) for tensor, shape in shapes.items()}
 
-    arrays = {path: evaluate(view, stored) for path, view in tree.items()}
-    counts = uses(tree, shapes)
-    assert counts.keys() == shapes.keys()
+
+def made(name, config, variant, stored):
+    """The tree that a family makes of a config, and its arrays."""
+    tree = FAMILY[name].describe(config, variant, binder(stored))
+    return tree, {path: evaluate(view, stored) for path, view in tree.items()}
+
+
+@examples(200)
+@given(st.data())
+def test_a_tree_has_every_stored_element_once_and_gives_it_back(data):
+    name = data.draw(st.sampled_from(MODELS))
+    event(name)
+    config = data.draw(configs(name))
+    scan_layers = name != "gemma4_small" and data.draw(st.booleans())
+    variant = {"scan_layers": scan_layers, "param_scan_axis": data.draw(st.integers(0, 1))}
+    if data.draw(st.booleans()):
+        variant["vocab_size"] = text_of(config)["vocab_size"] + data.draw(st.integers(0, 3))
+    if name == "qwen3_5":
+        variant["separate_experts"] = data.draw(st.booleans())
+    stored = stored_tensors(data, name, config, variant)
+    tree, arrays = made(name, config, variant, stored)
+    counts = uses(tree, {tensor: array.shape for tensor, array in stored.items()})
+    assert counts.keys() == stored.keys()
     assert all((count == 1).all() for count in counts.values())
     for tensor, array in given_back(tree, arrays, stored).items():
         np.testing.assert_allclose(array, stored[tensor], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", cross(MODELS, ["deepseek3", "gemma3", "gemma4", "qwen3_next"]))
+@examples(20)
+@given(st.data())
+def test_trees_with_other_switches_have_the_same_layers_and_vocabulary(name, data):
+    config = data.draw(configs(name))
+    layers, vocab_size = (text_of(config)[key] for key in ("num_hidden_layers", "vocab_size"))
+    stored = stored_tensors(data, name, config, {"scan_layers": False})
+    _, arrays = made(name, config, {"scan_layers": False}, stored)
+    expected = padded(arrays, vocab_size + 3)
+    for scanned in [False] if name == "gemma4_small" else [False, True]:
+        for axis in (0, 1):
+            variant = {"scan_layers": scanned, "param_scan_axis": axis, "vocab_size": vocab_size + 3}
+            _, found = made(name, config, variant, stored)
+            assert_same_arrays(unstacked(found, axis, CYCLES.get(name), layers) if scanned else found, expected)
