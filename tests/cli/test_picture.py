@@ -1,6 +1,7 @@
 """The picture of what processes read: each cell is right, and the page whole in itself and safe with any name."""
 
 import re
+from html.parser import HTMLParser
 from itertools import pairwise
 from math import prod
 from xml.etree import ElementTree
@@ -20,11 +21,51 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import runs_of
 from orbax_safetensors.transfer.plan import Block, Location, Part, TransferPlan, transfer_plan
-from tests.support import examples, full_size, pages
+from tests.support import examples, full_size
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"
 PROCESSES = 4
+# A name that would break out of a page.
+HOSTILE = "<script>alert(1)<|script>&\"'[red]{0}\x1b[31m"
+CLEAN = HOSTILE.replace("\x1b", "\\x1b")
+
+
+class BrowserPage(HTMLParser):
+    """A page as a browser reads it: its tags and attributes, its text, and each character of that with its colour."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.text, self._colours, self._classes = [], [], "", [], [None]
+        self._colour_of = dict(re.findall(r"\.(r\d+) \{background-color: (#\w+)", html))
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._classes.append(dict(attrs).get("class"))
+
+    def handle_endtag(self, tag):
+        self._classes.pop()
+
+    def handle_data(self, data):
+        if "pre" in self.tags:
+            self.text += data
+            self._colours += [self._colour_of.get(self._classes[-1])] * len(data)
+
+    def cells(self):
+        """The colours of the cells of each row, as red, green and blue."""
+        rows = [
+            [self._colours[at] for at in range(*row.span(1))]
+            for row in re.finditer(r"^ process +\d+ ( +)$", self.text, re.MULTILINE)
+        ]
+        return [[tuple(bytes.fromhex(colour[1:])) for colour in row] for row in rows]
+
+
+def kind(colour):
+    """What a cell's colour says: nothing is read, only what is needed, or more."""
+    red, _, blue = colour
+    return "nothing" if colour == (233, 235, 238) else "read" if blue > red else "over-read"
 
 
 def share(shape, process, axis):
@@ -163,7 +204,7 @@ def test_the_same_picture_as_svg(cli, tmp_path):
     assert f"Read and over-read by each process, to restore {tmp_path}" in text
     assert " <b>&, 4.0 KiB" in text
     colours = {element.get("fill") for element in root.iter(f"{space}rect")}
-    kinds = {pages.kind(tuple(bytes.fromhex(colour[1:]))) for colour in colours if colour and colour != "#ffffff"}
+    kinds = {kind(tuple(bytes.fromhex(colour[1:]))) for colour in colours if colour and colour != "#ffffff"}
     assert kinds == {"read", "over-read", "nothing"}
     content = (tmp_path / "p.svg").read_text()
     assert "href" not in content
@@ -175,14 +216,14 @@ def drawn(cli, tmp_path, path, *argv):
     result = cli("plan", path, *argv, "--picture", tmp_path / "page.html")
     assert result.status == 0, result.err
     assert result.out.endswith(f"\n\nWhich bytes each process reads: {tmp_path}/page.html\n")
-    return pages.Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    return BrowserPage((tmp_path / "page.html").read_text(encoding="utf-8"))
 
 
 def test_over_reads_have_another_hue_and_an_advice(cli, tmp_path):
     save_file({"a": np.zeros((64, 16), np.float32), "b": np.zeros((64, 16), np.float32)}, tmp_path / "a.safetensors")
     argv = ["--mesh", "x=2", "--processes", "2", "--spec", "a=-,x", "--spec", "b=x,-"]
     page = drawn(cli, tmp_path, tmp_path, *argv)
-    kinds = [[pages.kind(colour) for colour in row] for row in page.cells()]
+    kinds = [[kind(colour) for colour in row] for row in page.cells()]
     over, exact, nothing = ["over-read"] * 64, ["read"] * 32, ["nothing"] * 32
     assert kinds == [over, over, [*exact, *nothing], [*nothing, *exact]]
     # The whole is darker than a part of it.
@@ -202,14 +243,14 @@ def test_a_page_is_complete_in_itself(cli, tmp_path):
 
 
 def test_names_are_text_and_nothing_else(cli, tmp_path):
-    directory = tmp_path / pages.HOSTILE
+    directory = tmp_path / HOSTILE
     directory.mkdir()
-    save_file({pages.HOSTILE: np.zeros((64, 16), np.float32)}, directory / f"{pages.HOSTILE}.safetensors")
+    save_file({HOSTILE: np.zeros((64, 16), np.float32)}, directory / f"{HOSTILE}.safetensors")
     page = drawn(cli, tmp_path, directory, "--mesh", "x=2", "--spec", ".=-,x", "--processes", "2")
     assert "script" not in page.tags
-    assert f"/{pages.CLEAN}\n" in page.text
-    assert f"\n {pages.CLEAN}, 4.0 KiB\n" in page.text
-    assert f"\n {pages.CLEAN} " in page.text.split("leaf ")[1]
+    assert f"/{CLEAN}\n" in page.text
+    assert f"\n {CLEAN}, 4.0 KiB\n" in page.text
+    assert f"\n {CLEAN} " in page.text.split("leaf ")[1]
 
 
 def test_mistakes(cli, tmp_path, single):
@@ -224,7 +265,7 @@ def test_mistakes(cli, tmp_path, single):
 @pytest.fixture
 def restored(tmp_path):
     """A checkpoint of 64 bytes, of which process 0 reads the first half, process 1 the rest, and both the last two."""
-    save_file({"a": np.zeros(64, np.uint8)}, tmp_path / f"{pages.HOSTILE}.safetensors")
+    save_file({"a": np.zeros(64, np.uint8)}, tmp_path / f"{HOSTILE}.safetensors")
     reads = [[1] * 32 + [0] * 30 + [1] * 2, [0] * 32 + [1] * 32]
     reports = [
         {"process": process, "devices": 4, "arrays": 1, "shards": 8, "planned_bytes": sum(read),
@@ -238,12 +279,12 @@ def shown(tmp_path, *restored):
     page = Page(str(tmp_path / "demo.html"))
     show(*restored, page)
     page.write()
-    return pages.Page((tmp_path / "demo.html").read_text(encoding="utf-8"))
+    return BrowserPage((tmp_path / "demo.html").read_text(encoding="utf-8"))
 
 
 def test_the_demo_draws_what_was_measured(restored, tmp_path):
     page = shown(tmp_path, *restored, [])
-    kinds = [[pages.kind(colour) for colour in row] for row in page.cells()]
+    kinds = [[kind(colour) for colour in row] for row in page.cells()]
     ends = ["over-read", "read"]
     assert kinds == [["read"] * 32 + ["nothing"] * 30 + ends, ["nothing"] * 32 + ["read"] * 30 + ends]
     assert "\n a, 64 Bytes\n" in page.text

@@ -15,10 +15,23 @@ from orbax_safetensors.streaming.comparison import compare
 from orbax_safetensors.streaming.open_source import open_source
 from orbax_safetensors.transfer.threads import run_tasks
 from tests.support import hang
-from tests.support.few_threads import start_only
 
 TREE = {f"w{number}": jnp.full((40, 50), number, jnp.float32) for number in range(8)}
 REFUSED = "the system starts no more threads for this process"
+
+
+def start_only(monkeypatch, number):
+    """Let the system refuse a thread while `number` of those since then are running, as a container's limit does."""
+    start_thread, running = threading.Thread.start, []
+
+    def limited(thread):
+        running[:] = [other for other in running if other.is_alive()]
+        if len(running) >= number:
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+        running.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
 
 
 @pytest.mark.parametrize("number", [1, 3])
