@@ -187,6 +187,13 @@ def test_a_full_version_is_not_a_delta(tmp_path):
         ost.apply_delta(step, step, tmp_path / "made")
 
 
+def test_a_base_whose_tensor_has_no_bytes_to_change(delta, tmp_path):
+    ost.save(tmp_path / "empty", {"a": TREE["a"][:0], "b": TREE["b"]})
+    with pytest.raises(ost.TensorMismatchError, match="'a': a delta changes tensors that are in one piece"):
+        ost.apply_delta(tmp_path / "empty", delta, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
 def test_another_base_is_refused(delta, tmp_path):
     """Also if it differs only in a tensor that did not change."""
     for number, tree in enumerate(
