@@ -172,7 +172,7 @@ def test_one_with_other_arguments_ends_all(tmp_path):
     why = "max_file_bytes is not for checkpoints of Orbax\n"
     for ended, error in zip(
         start([reshard, [*reshard, "--max-file-bytes", "1MB"]]),
-        (f"error: process 1 failed: SafetensorsError: {why}", f"error: {why}"),
+        (f"error: process 1 failed: UnusedArgumentError: {why}", f"error: {why}"),
         strict=True,
     ):
         assert (ended.status, ended.out, ended.err) == (1, "", error)
