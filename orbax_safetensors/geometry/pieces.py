@@ -43,6 +43,7 @@ class PieceIndex:
         forms: dict[tuple[int, tuple[Modes, ...]], int] = {}
         self._form = np.array([forms.setdefault((piece.offset, piece.dims), len(forms)) for piece in pieces], np.int64)
         self._forms = list(forms)
+        self._origin = (0,) * len(pieces[0].start)
         self._start = np.array([piece.start for piece in pieces], np.int64)
         self._size = np.array([[extent(modes) for modes in dims] for _, dims in forms], np.int64)[self._form]
 
@@ -61,19 +62,22 @@ class PieceIndex:
             if copies is None:
                 offset, dims = self._forms[self._form[number]]
                 part = Box(zip(first[number].tolist(), stop[number].tolist(), strict=True))
-                copies = copies_of[key] = cut(offset, dims, part, shape)
+                copies = copies_of[key] = cut(offset, dims, self._origin, part, shape)
             yield number, begin, copies
 
 
 # Tensors of a model's layers are cut alike.
 @lru_cache(maxsize=2**16)
-def cut(offset: int, dims: tuple[Modes, ...], box: Box, shape: tuple[int, ...]) -> tuple[Copy, ...]:
-    """Return the copies of `box`, which counts from where a piece begins, into the corner of an array of `shape`."""
+def cut(
+    offset: int, dims: tuple[Modes, ...], start: tuple[int, ...], box: Box, shape: tuple[int, ...]
+) -> tuple[Copy, ...]:
+    """Return the copies of `box`, from a piece that begins at `start`, into the corner of an array of `shape`."""
     cuts = []
-    for (low, high), modes in zip(box, dims, strict=True):
+    for (low, high), begin, modes in zip(box, start, dims, strict=True):
         # (position in the box, offset in the tensor, modes)
         dimension_cuts = [
-            (at - low, inside, part) for at, inside, part in subrange(modes, low, min(high, extent(modes)))
+            (begin + at - low, inside, part)
+            for at, inside, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
         ]
         if not dimension_cuts:
             return ()

@@ -293,11 +293,11 @@ class View:
     def cuts(self, box: Box, shape: Sequence[int]) -> list[Cut]:
         """Return the `copies` of a box apart from where they begin in its array: those of like pieces are equal."""
         shape = tuple(shape)
-        if len(self.pieces) <= 1:  # as of most parameters of a model; it is all of the view, and begins where that does
+        if len(self.pieces) <= 1:  # as of most parameters of a model
             return [
                 Cut(piece.tensor, copy, piece.ops, 0)
                 for piece in self.pieces
-                for copy in cut(piece.offset, piece.dims, box, shape)
+                for copy in cut(piece.offset, piece.dims, piece.start, box, shape)
             ]
         if self._piece_index is None:
             self._piece_index = PieceIndex(self.pieces)
