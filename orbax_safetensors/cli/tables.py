@@ -73,7 +73,7 @@ def _for_programs(cell: Cell) -> str:
 
 
 def _drawn(columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Iterable[Sequence[str]] | None) -> Table:
-    """Return a table for a terminal, of which nothing is cut off."""
+    """Return a table for a terminal that wraps what is too wide and cuts nothing off."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

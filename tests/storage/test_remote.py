@@ -1,4 +1,4 @@
-"""Objects behind HTTP: what is asked for, what is believed, and what is said when it fails.
+"""Objects over HTTP: which requests are made, which answers are accepted, and what the errors say.
 
 What all stores have in common, and what becomes of each fault, is in `test_contract.py`.
 """

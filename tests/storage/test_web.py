@@ -1,4 +1,4 @@
-"""HTTP servers that are told secrets, and lead elsewhere: what is asked of whom, and who is told what.
+"""HTTP servers that need secrets and redirect: which server gets which request, and which gets the secrets.
 
 What becomes of faults is in `test_contract.py`.
 """
