@@ -208,13 +208,17 @@ class Encoding:
     final: float = 1
     padding: int = 0
 
+    @property
+    def word(self) -> int:
+        """Elements whose codes can only be taken together: those of a byte, or of a word of 32 bits."""
+        if self.order is Order.EVEN_FIRST or self.word_added:
+            return 32 // self.bits
+        return max(self.rows_in_word, lcm(self.bits, 8) // self.bits)
+
     @cached_property
     def unit(self) -> int:
         """Elements that are decoded together: ranges of elements begin and end at multiples of this."""
-        columns = self.shape[-1]
-        word = max(self.rows_in_word, lcm(self.bits, 8) // self.bits)
-        if self.order is Order.EVEN_FIRST or self.word_added:
-            word = 32 // self.bits
+        columns, word = self.shape[-1], self.word
         for parameter in self.parameters:
             height, width = parameter.block
             if self.bits == 8 or height != 1 or not 0 < width <= _LONGEST_UNIT:

@@ -6,27 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.geometry import coalesce
 from orbax_safetensors.geometry.coalesce import plan_encoded_reads
-from orbax_safetensors.mapping.quantization import quantization
 from tests.support import quantized, views
 from tests.support.quantized import as_bytes, box_of
-from tests.support.quantized_formats import FORMATS, NAME
+from tests.support.quantized_formats import FORMATS, found_in
 from tests.support.strategies import examples
 
 FLOAT32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 every_format = pytest.mark.parametrize("name", FORMATS)
-
-
-def found_in(config, stored):
-    """The only quantised tensor, of which nothing is left over."""
-    facts = {name: (array.shape, from_numpy(array.dtype).name) for name, array in stored.items()}
-    found = quantization(config, facts, lambda name: stored[name].tobytes())
-    (tensor,) = found.tensors.values()
-    assert tensor.name == NAME
-    assert found.unused | set(tensor.stored) == set(stored)
-    return tensor
 
 
 def whole(sample, dtype=FLOAT32):

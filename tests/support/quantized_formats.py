@@ -12,6 +12,10 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.mapping.quantization import quantization
+from orbax_safetensors.mapping.quantized_tensor import Quantized
+
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 F8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 FLOATS = (F32, BF16, F16)
@@ -26,6 +30,16 @@ class Sample(NamedTuple):
     config: dict[str, Any] | None
     stored: dict[str, np.ndarray]
     values: np.ndarray
+
+
+def found_in(config: dict[str, Any] | None, stored: dict[str, np.ndarray]) -> Quantized:
+    """The only quantised tensor, of which nothing is left over."""
+    facts = {name: (array.shape, from_numpy(array.dtype).name) for name, array in stored.items()}
+    found = quantization(config, facts, lambda name: stored[name].tobytes())
+    (tensor,) = found.tensors.values()
+    assert tensor.name == NAME
+    assert found.unused | set(tensor.stored) == set(stored)
+    return tensor
 
 
 def words(fields: np.ndarray, bits: int) -> np.ndarray:
