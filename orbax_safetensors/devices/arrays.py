@@ -18,10 +18,9 @@ from jax.experimental.layout import Format
 from orbax_safetensors.devices.sharding import box_of, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.storage.memory import PAGE_BYTES, arena_of, memory_at
 
 # The kind of an accelerator's memory that is the host's, and that the device reads and writes by itself.
-_PINNED = "pinned_host"
+PINNED = "pinned_host"
 # The most dimensions of a NumPy array, and its most bytes.
 _MAX_RANK = 64
 _MAX_BYTES = 2**63 - 1
@@ -125,7 +124,7 @@ def to_host(shards: Sequence[Any]) -> Iterator[np.ndarray]:
         if isinstance(shard, jax.Array) and on_accelerator(shard):
             if is_pinnable and has_pinned_memory(shard.device):
                 try:
-                    copy = jax.device_put(shard, jax.sharding.SingleDeviceSharding(shard.device, memory_kind=_PINNED))
+                    copy = jax.device_put(shard, jax.sharding.SingleDeviceSharding(shard.device, memory_kind=PINNED))
                 except jax.errors.JaxRuntimeError:  # no such memory is left, and XLA waits ten seconds for some
                     is_pinnable = False
             if copy is shard:
@@ -137,27 +136,7 @@ def to_host(shards: Sequence[Any]) -> Iterator[np.ndarray]:
 def has_pinned_memory(device: Any) -> bool:
     """Return whether a device reads and writes memory of the host by itself that NumPy sees as it is."""
     # TPUs lay arrays out in their own way there, so that NumPy needs another copy.
-    return device.platform != "tpu" and any(memory.kind == _PINNED for memory in device.addressable_memories())
-
-
-def fetches_pinned(device: Any) -> bool:
-    """Return whether a device fetches bytes from pinned memory of the host itself, without another copy on the host."""
-    return bool(device.platform == "gpu") and has_pinned_memory(device)
-
-
-def pinned_arena(device: Any, nbytes: int) -> np.ndarray:
-    """Return pinned memory for a device, as uint8 from a page on, which holds anything; usual memory if none is left.
-
-    The system took 0.4 s to pin 1 GiB. JAX keeps memory that is freed, and gives it out again. If there is none left,
-    XLA waits ten seconds for some.
-    """
-    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED)
-    try:
-        array = jax.device_put(np.empty(nbytes + PAGE_BYTES, np.uint8), sharding).block_until_ready()
-    except (jax.errors.JaxRuntimeError, MemoryError):
-        return arena_of(nbytes)
-    address = array.unsafe_buffer_pointer()
-    return memory_at(address + -address % PAGE_BYTES, nbytes, array)
+    return device.platform != "tpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
 
 
 def _as_numpy(shard: Any, copy: Any) -> np.ndarray:

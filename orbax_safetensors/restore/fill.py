@@ -18,10 +18,11 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import RestoreChecksums
-from orbax_safetensors.devices.arrays import assemble, fetches_pinned, pinned_arena, wait
+from orbax_safetensors.devices.arrays import assemble, wait
 from orbax_safetensors.devices.growing import Growing
 from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.devices.sharding import no_mesh, plain
+from orbax_safetensors.devices.staging import fetches_pinned, pinned_arena
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.batches import Batch, batches_of, stays_on_host

@@ -1,6 +1,5 @@
 """Host memory and arrays of JAX: what is shared, and what is copied."""
 
-import weakref
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from orbax_safetensors.devices import arrays
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.storage.memory import PAGE_BYTES
 from tests.support.files import random_bits
 
 RNG = np.random.default_rng(0)
@@ -129,26 +127,3 @@ def test_which_devices_have_pinned_memory(platform, kinds, expected):
     memories = [SimpleNamespace(kind=kind) for kind in kinds]
     device = SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
     assert arrays.has_pinned_memory(device) is expected
-    assert arrays.fetches_pinned(device) is expected
-
-
-def test_cpu_devices_take_no_bytes_from_pinned_memory():
-    assert not arrays.fetches_pinned(jax.devices()[0])
-
-
-def test_pinned_memory_is_an_array_of_the_device_and_lives_as_long_as_it_is_used(pinned):
-    memory = arrays.pinned_arena(jax.devices()[3], 10_000)
-    (array,) = pinned.arrays
-    assert array.devices() == {jax.devices()[3]}
-    part = memory[5_000:]
-    address = part.ctypes.data - array.unsafe_buffer_pointer()
-    assert 5_000 <= address < 5_000 + PAGE_BYTES
-    assert address + 5_000 <= array.nbytes
-    part[:] = np.arange(5_000) % 251
-    np.testing.assert_array_equal(array[address : address + 5_000], np.arange(5_000) % 251)
-    pinned.arrays.clear()
-    alive = weakref.ref(array)
-    del array, memory
-    assert alive() is not None
-    del part
-    assert alive() is None

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.devices import arrays
+from orbax_safetensors.devices import arrays, staging
 from orbax_safetensors.devices.sharding import local_boxes
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, fill
@@ -209,7 +209,7 @@ def test_a_gpu_takes_all_bytes_from_little_pinned_memory(tmp_path, mesh, monkeyp
     def arena(device, nbytes):
         with monkeypatch.context() as patch:
             patch.setattr(jax, "device_put", device_put)
-            arenas.append(arrays.pinned_arena(device, nbytes))
+            arenas.append(staging.pinned_arena(device, nbytes))
         return arenas[-1]
 
     def assemble(sharding, shape, dtype, shards):
