@@ -201,9 +201,11 @@ def _spread(parameter: Parameter, box: _CodeBox, encoding: Encoding) -> tuple[Sp
     outer, rows, inner = [(size, stride * high) for size, stride in cut[0]] + blocks[0], *blocks[1:]
     width *= across
     columns = Span(box.width, 1, box.column % width, width)
-    if not parameter.bits:  # it does not matter where in its block an element is
-        rows = rows if rows.size > 1 else Span(1, 1, 0, 1)
-        columns = columns if columns.blocks > 1 else Span(box.width, 1, 0, box.width)
+    # It does not matter where in its only block an element is, unless its entry is found by that.
+    if rows.size == down == 1:
+        rows = Span(1, 1, 0, 1)
+    if columns.blocks == across == 1:
+        columns = Span(box.width, 1, 0, box.width)
     word = parameter.word_bytes
     begin = (matrix * high + row // (height * down)) * wide + box.column // width
     modes = [(size, stride * wide * word) for size, stride in [*outer, (rows.blocks, 1)]]

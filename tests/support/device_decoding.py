@@ -1,17 +1,19 @@
 """Decodes boxes of quantised tensors as a program on a device does, from exactly the bytes that are read for them."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
+from hypothesis import strategies as st
 
 from orbax_safetensors.devices.decoding import decoded
-from orbax_safetensors.geometry.encoding import Role
+from orbax_safetensors.geometry.encoding import Order, Role
+from orbax_safetensors.geometry.view import View
 from tests.support.quantized import as_bytes, box_of, read
 
 _LEAST = np.finfo(np.float32).smallest_normal
-# The code that means 1, and what its scale is multiplied by: with them, a decoder returns scales.
-_ONES = {"F8_E4M3": (0x38, 1), "F4": (0x22, 1), "doubled F4": (0x22, 2)}
+_ONE = 0x38  # as a code of F8_E4M3
 
 
 @functools.lru_cache(maxsize=2**12)
@@ -37,11 +39,18 @@ def on_host(encoding, codes, parameters):
     """All elements in the order of their codes, as NumPy decodes them, and which of them have subnormal scales."""
     box = tuple((0, size) for size in encoding.shape)
     elements = box_of(encoding, codes, parameters, box).reshape(-1)
-    if encoding.values not in _ONES or encoding.parameters[0].role is not Role.SCALE:
-        return elements, np.zeros(elements.shape, bool)
-    one, times = _ONES[encoding.values]
-    scales = box_of(encoding, np.full(as_bytes(codes).shape, one, np.uint8), parameters, box).reshape(-1) / times
-    return elements, is_subnormal(scales)
+    scale, second = [], False
+    for parameter, stored in zip(encoding.parameters, parameters, strict=True):
+        if parameter.role in (Role.SCALE, Role.FACTOR, Role.DIVISOR):
+            scale.append((parameter, stored))
+        if parameter.role is Role.FACTOR:
+            second = is_subnormal(as_bytes(stored).view(np.float32)).any()
+    kinds, stored = zip(*scale, strict=True)
+    ones = replace(encoding, bits=8, values="F8_E4M3", order=Order.LOW_FIRST, rows_in_word=1, parameters=kinds, final=1)
+    scales = box_of(ones, np.full(elements.size, _ONE, np.uint8), stored, box).reshape(-1)
+    if encoding.values == "doubled F4":
+        scales = scales.astype(np.float64) / 2
+    return elements, is_subnormal(scales) | second
 
 
 def is_subnormal(array):
@@ -49,13 +58,31 @@ def is_subnormal(array):
 
 
 def assert_same(found, expected, has_subnormal_scale):
-    """Equal bits, and NaN for NaN. XLA on CPUs sets subnormal operands and results to zero: return how many these are.
+    """Equal bits, and NaN for NaN; what is rounded to bfloat16 is equal then as well.
 
-    What is rounded to bfloat16 is equal then as well.
+    XLA on CPUs sets subnormal operands and results to zero, so elements with one of these may be zero.
     """
     same = (found.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(found) & np.isnan(expected))
     flushed = ~same & (has_subnormal_scale | is_subnormal(expected)) & (found == 0)
     flushed &= np.signbit(found) == np.signbit(expected)
     wrong = np.flatnonzero(~same & ~flushed)
     assert not wrong.size, (wrong[:9], found[wrong[:9]], expected[wrong[:9]])
-    return int(flushed.sum())
+
+
+@st.composite
+def boxes_of_codes(draw, encoding):
+    """A slice of each axis of a tensor in the order of its codes: rows in any steps, and columns in whole words."""
+    slices = []
+    for size in encoding.shape[:-1]:
+        start = draw(st.integers(0, size - 1))
+        slices.append(slice(start, draw(st.integers(start + 1, size)), draw(st.sampled_from([1, 1, 1, 2, 3]))))
+    begin = draw(st.integers(0, encoding.shape[-1] // encoding.word - 1))
+    end = draw(st.integers(begin + 1, encoding.shape[-1] // encoding.word))
+    return *slices, slice(begin * encoding.word, end * encoding.word)
+
+
+def copy_of(encoding, slices):
+    """The copy that reads such a box and transposes it."""
+    view = View.tensor("t", encoding.shape, np.dtype(np.float32)).slice(*slices).transpose()
+    (cut,) = view.cuts(tuple((0, size) for size in view.shape), view.shape)
+    return cut.copy
