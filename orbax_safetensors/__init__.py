@@ -26,7 +26,7 @@ from orbax_safetensors.errors import (
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
 from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpointableHandler
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
-from orbax_safetensors.handlers.functions import load, save
+from orbax_safetensors.handlers.functions import abstract, load, save
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.link.link_job import LinkPlan
@@ -64,6 +64,7 @@ __all__ = [
     "StorageError",
     "TensorMismatchError",
     "TimeEstimate",
+    "abstract",
     "apply_delta",
     "convert",
     "delta",

@@ -1,4 +1,4 @@
-"""`load` and `save`: a checkpoint in one call, for programs that do not use Orbax."""
+"""`load`, `abstract` and `save`: a checkpoint in one call, for programs that do not use Orbax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.request import Partial, RestoreRequest
-from orbax_safetensors.restore.run import restore
+from orbax_safetensors.restore.run import prepare, restore
 from orbax_safetensors.save.request import Rest
 from orbax_safetensors.storage.paths import PathLike
 
@@ -62,6 +62,48 @@ def load(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     return restore(RestoreRequest.of(path, target, family, variant, options, dtype, partial))
+
+
+def abstract(
+    path: PathLike,
+    target: Any = None,
+    *,
+    family: Family | str | None = None,
+    variant: Mapping[str, Any] | None = None,
+    dtype: Any = None,
+    partial: Partial = False,
+    options: SafetensorsOptions | None = None,
+) -> Any:
+    """Describe the tree that `load` returns for the same arguments; reads headers only, so that a step can be compiled.
+
+    ```python
+    mesh = jax.sharding.Mesh(jax.devices(), ("model",))
+    shapes = ost.abstract("/models/qwen3", mesh, family="maxtext")
+    size = jax.jit(optax.tree.norm).lower(shapes).compile()  # before, or while, a thread loads
+    print(size(ost.load("/models/qwen3", shapes, family="maxtext")))
+    ```
+
+    Each `jax.Array` is a `jax.ShapeDtypeStruct` of its shape, dtype and sharding. What `load` returns without devices
+    is described by a value of its type, which takes no memory: a NumPy array by a read-only one of zeros, a scalar by
+    0. `jax.jit` lowers both.
+
+    The tree is also a target of `load`, which returns the same arrays. Pass `family` and `variant` again, and
+    `partial=True` if the tree leaves out tensors. Three things are not in the tree, and need the first target again:
+    arrays that are padded, truncated or sent from one replica to the others; scalars of NumPy, which would be arrays;
+    and the refusal to round stored 64-bit values that JAX holds in 32 bits.
+
+    Each process calls this for itself and waits for no other. A mesh may be abstract: shardings are then over this
+    mesh, no device is needed, and `load` puts the arrays on the mesh that `jax.set_mesh` has set.
+
+    Args:
+      path, target, family, variant, dtype, partial, options: as for `load`.
+
+    Raises:
+      TensorMismatchError, MappingError, StorageError, HeaderError, IndexFileError: as for `load`, if it would raise
+        before it reads a tensor.
+    """
+    matched = prepare(RestoreRequest.of(path, target, family, variant, options, dtype, partial), abstract=True).matched
+    return matched.tree(leaf.described() for leaf in matched.targets)
 
 
 def save(

@@ -151,12 +151,12 @@ def args_of(sharding_of: ShardingOf | None, name: str, shape: tuple[int, ...]) -
     return _NUMPY_ARGS if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
 
 
-def assign_devices(matched: Matched, path: str) -> Matched:
+def assign_devices(matched: Matched, path: str, *, abstract: bool = False) -> Matched:
     """Return a tree with devices for all `jax.Array`s: JAX's default device for those without a sharding.
 
-    Abstract meshes, as `jax.eval_shape` leaves them under `jax.set_mesh`, become the mesh that is set. Raises
-    `TensorMismatchError` if the set mesh is another, or if an array has no sharding and there are several processes:
-    these have no device in common, and each would read the whole array. `path` is for messages.
+    Abstract meshes, as `jax.eval_shape` leaves them under `jax.set_mesh`, become the mesh that is set, or stay if
+    `abstract`. Raises `TensorMismatchError` if the set mesh is another, or if an array has no sharding and there are
+    several processes: these have no device in common, and each would read the whole array. `path` is for messages.
     """
     default: jax.sharding.Sharding | None = None
     leaves = list(matched.leaves)
@@ -174,7 +174,7 @@ def assign_devices(matched: Matched, path: str) -> Matched:
         if sharding is None:
             default = default or default_sharding()
             leaves[number] = replace(target, sharding=default)
-        elif isinstance(named := plain(sharding), jax.sharding.NamedSharding) and is_abstract(named):
+        elif not abstract and isinstance(named := plain(sharding), jax.sharding.NamedSharding) and is_abstract(named):
             mesh = jax.sharding.get_mesh()
             if mesh.empty or mesh.abstract_mesh != named.mesh:
                 raise TensorMismatchError(f"{where} has a sharding without devices: set its mesh with jax.set_mesh")

@@ -45,11 +45,10 @@ def restore(request: RestoreRequest) -> Any:
     """
     options = request.options
     key = restore_key(request)
-    prepare = partial(_prepared, request, key)
     if key is None:
-        prepared = of_one_state(request.path, "opened", prepare)
+        prepared = prepare(request)
     else:
-        prepared = all_or_none(key, prepare, timeout_secs=options.join_timeout_secs)
+        prepared = all_or_none(key, partial(_prepared, request, key), timeout_secs=options.join_timeout_secs)
     checkpoint, matched, checksums = prepared
     targets = matched.targets
     with unless_changed(checkpoint), filling(checkpoint, targets, checksums, options) as under_way:
@@ -58,7 +57,7 @@ def restore(request: RestoreRequest) -> Any:
         return matched.tree(under_way.fill(targets))
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """A restore before any tensor is read, with what checks tensors."""
 
     checkpoint: Checkpoint
@@ -66,7 +65,12 @@ class _Prepared(NamedTuple):
     checksums: RestoreChecksums | None
 
 
-def _prepared(request: RestoreRequest, key: str | None) -> _Prepared:
+def prepare(request: RestoreRequest, *, abstract: bool = False) -> Prepared:
+    """Prepare a restore by this process alone; if `abstract`, arrays need no devices."""
+    return of_one_state(request.path, "opened", lambda: _prepared(request, None, abstract=abstract))
+
+
+def _prepared(request: RestoreRequest, key: str | None, *, abstract: bool = False) -> Prepared:
     """Open the checkpoint, see it through its family, match the leaves, and say where arrays go."""
     options = request.options
     stored = read_checkpoint(request.path, options.storage_options, partial=request.leaves_out)
@@ -74,9 +78,9 @@ def _prepared(request: RestoreRequest, key: str | None) -> _Prepared:
         stored = at_one_commit(stored, request, key)
     with unless_changed(stored), no_collection():
         checkpoint, matched = match_through_family(request, stored)
-        matched = assign_devices(matched, checkpoint.path)
+        matched = assign_devices(matched, checkpoint.path, abstract=abstract)
         checksums = RestoreChecksums(checkpoint, partial=request.leaves_out) if options.checksums else None
-        return _Prepared(checkpoint, matched, checksums)
+        return Prepared(checkpoint, matched, checksums)
 
 
 def match_through_family(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:

@@ -88,6 +88,14 @@ class Target:
         clipped = box if self.shape == self.view.shape else self.view.clipped(box)
         return Block(self.view, clipped, box.shape, self.dtype, self.lossless)
 
+    def described(self) -> Any:
+        """Return a leaf of a tree that requests this one: see `abstract`."""
+        if self.kind is jax.Array:
+            return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+        if self.kind is np.ndarray:
+            return np.broadcast_to(np.zeros((), self.dtype), self.shape)
+        return self.kind(0)
+
     @property
     def local_nbytes(self) -> int:
         """Return the bytes of the distinct boxes that this process fills."""

@@ -173,6 +173,24 @@ def load_with_a_function(site: Site) -> None:
     assert "has no saved tree" in error_of(lambda: ost.load(site.directory))
 
 
+@scenario
+def a_description_is_a_target(site: Site) -> list[str]:
+    """Of arrays over all processes, and of NumPy arrays; a process describes alone, and so more often than others."""
+
+    def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
+        return NamedSharding(site.mesh(), SPECS[name]) if name in SPECS else None
+
+    for _ in range(1 + site.index):
+        described = ost.abstract(site.directory, sharding)
+    restored = ost.load(site.directory, described)
+    site.check(restored, list(site.expected))
+    for name, leaf in described.items():
+        assert isinstance(leaf, jax.ShapeDtypeStruct if name in SPECS else np.ndarray), name
+        assert getattr(leaf, "sharding", None) == getattr(restored[name], "sharding", None), name
+    assert "has no saved tree" in error_of(lambda: ost.abstract(site.directory))
+    return sorted(described)
+
+
 # Leaves of every kind.
 
 
