@@ -79,8 +79,8 @@ def abstract(
     ```python
     mesh = jax.sharding.Mesh(jax.devices(), ("model",))
     shapes = ost.abstract("/models/qwen3", mesh, family="maxtext")
-    size = jax.jit(optax.tree.norm).lower(shapes).compile()  # before, or while, a thread loads
-    print(size(ost.load("/models/qwen3", shapes, family="maxtext")))
+    largest = jax.jit(lambda params: jax.tree.map(jnp.max, params)).lower(shapes).compile()  # while a thread loads
+    print(largest(ost.load("/models/qwen3", shapes, family="maxtext")))
     ```
 
     Each `jax.Array` is a `jax.ShapeDtypeStruct` of its shape, dtype and sharding. What `load` returns without devices

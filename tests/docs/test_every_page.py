@@ -77,6 +77,8 @@ def test_the_guide_to_restores(of_page, models, tmp_path):
     assert restored[0]["model.embed_tokens.weight"].sharding.spec == P("model")
     for name, array in llama.items():
         assert np.asarray(cast[name]).tobytes() == array.astype("float32" if "norm" in name else "float16").tobytes()
+    for name, array in names["doubled"].items():
+        np.testing.assert_array_equal(np.asarray(array, np.float32), 2 * llama[name].astype(np.float32))
     first = [name for name in llama if name.startswith(("model.embed_tokens.", "model.layers.0."))]
     assert list(names["first"]) == sorted(first)
     assert {leaf.dtype for leaf in names_of(names["mlps"]).values()} == {np.dtype("float32")}
