@@ -1,4 +1,4 @@
-"""Checkpoints to measure with: shapes of known models, reproducible bytes, written by the reference package.
+"""Checkpoints to measure with: shapes of known models, and reproducible bytes.
 
 Nothing here uses the package that is measured.
 """
@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 INDEX = "model.safetensors.index.json"
 PREFIX_BYTES = 8
@@ -33,18 +33,27 @@ DTYPES = {
     "I32": np.dtype(np.int32),
 }
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-# Bits that are kept of random numbers, and bits that are set: every value is finite, and those of F32 are 0.5 to 1.
-_BITS = {"BF16": (0xBFFF, 0), "F32": (0x007F_FFFF, 0x3F00_0000), "F8_E4M3": (0xBF, 0)}
+# Bits kept of random numbers, and bits set: every value is finite. F32 has 0.5 to 1, BF16 2**-31 to 2 in magnitude,
+# so that what is computed from them is no subnormal number, which some devices take for 0.
+_BITS = {
+    "BF16": (0xBFFF, 0x3000),
+    "F32": (0x007F_FFFF, 0x3F00_0000),
+    "F8_E4M3": (0xBF, 0),
+    "I32": (0xFFFF_FFFF, 0),
+}
+PIECE_BYTES = 2**24
 
 _COMPLETE = "complete.json"
+TEMPORARY = Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Dtype as a header names it, and shape."""
+    """Dtype as a header names it, and shape. Its values are random, unless it has `values`."""
 
     dtype: str
     shape: tuple[int, ...]
+    values: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -219,11 +228,33 @@ def kimi_int4(config: Mapping[str, Any]) -> Tensors:
             for expert in range(config["n_routed_experts"]):
                 experts |= _feed_forward(f"mlp.experts.{expert}.", hidden, width)
         tensors |= {f"{at}{name}.weight": Tensor("BF16", shape) for name, shape in shapes.items()}
-        for name, (outputs, inputs) in experts.items():
-            tensors[f"{at}{name}.weight_packed"] = Tensor("I32", (outputs, inputs // 8))
-            tensors[f"{at}{name}.weight_scale"] = Tensor("BF16", (outputs, inputs // 32))
-            tensors[f"{at}{name}.weight_shape"] = Tensor("I32", (2,))
+        for name, shape in experts.items():
+            tensors |= _int4(f"{at}{name}.weight", shape)
     return tensors
+
+
+def llama_of(config: Mapping[str, Any]) -> Tensors:
+    """`llama`, as its `config.json` says."""
+    sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "feed_forward": "intermediate_size"}
+    return llama(**{size: config[name] for size, name in sizes.items()}, vocabulary=config["vocab_size"])
+
+
+def llama_int4(config: Mapping[str, Any]) -> Tensors:
+    """The same, with linear layers that are int4 in groups of 32, as compressed-tensors stores them."""
+    tensors: Tensors = {}
+    for name, tensor in llama_of(config).items():
+        is_linear = name.endswith("_proj.weight")
+        tensors |= _int4(name, tensor.shape) if is_linear else {name: tensor}
+    return tensors
+
+
+def _int4(name: str, shape: tuple[int, ...]) -> Tensors:
+    outputs, inputs = shape
+    return {
+        f"{name}_packed": Tensor("I32", (outputs, inputs // 8)),
+        f"{name}_scale": Tensor("BF16", (outputs, inputs // 32)),
+        f"{name}_shape": Tensor("I32", (2,), shape),
+    }
 
 
 def _ends(config: Mapping[str, Any]) -> Tensors:
@@ -237,7 +268,7 @@ def _feed_forward(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, 
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def add_directory(parser: argparse.ArgumentParser) -> None:
+def add_directory(parser: argparse.ArgumentParser, default: Path = TEMPORARY) -> None:
     """Adds `--directory`, where checkpoints go; one that is not there ends the program with one line."""
 
     def existing(text: str) -> Path:
@@ -248,7 +279,7 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory",
         type=existing,
-        default=Path(tempfile.gettempdir()),
+        default=default,
         help="where checkpoints go (default: %(default)s)",
     )
 
@@ -257,20 +288,41 @@ def write(directory: Path, tensors: Tensors, *, files: int) -> None:
     """A checkpoint of finite random values, the same ones every time, in `files` files with an index."""
 
     def fill() -> None:
-        for number, (file, names) in enumerate(_split(tensors, files).items()):
-            random = np.random.default_rng(number)
-            arrays = {}
-            for name in names:
-                tensor = tensors[name]
-                dtype, (kept, added) = DTYPES[tensor.dtype], _BITS[tensor.dtype]
-                bits = random.integers(0, 2**64, -(-tensor.nbytes // 8), np.uint64).view(f"u{dtype.itemsize}")
-                bits &= kept
-                bits |= added
-                arrays[name] = bits[: prod(tensor.shape)].view(dtype).reshape(tensor.shape)
-            save_file(arrays, directory / file, metadata={"format": "pt"})
-        _write_index(directory, _split(tensors, files))
+        names = {
+            file: sorted(own, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))  # as the reference writer
+            for file, own in _split(tensors, files).items()
+        }
+        _write_headers(directory, tensors, names)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            pieces = [
+                (number, directory / file, begin, [tensors[name] for name in own])
+                for number, (file, own) in enumerate(names.items())
+                for begin in range(0, sum(tensors[name].nbytes for name in own), PIECE_BYTES)
+            ]
+            list(pool.map(lambda piece: _write_piece(*piece), pieces))
 
     _once(directory, ["data", files, tensors], fill)
+
+
+def _write_piece(number: int, path: Path, begin: int, tensors: list[Tensor]) -> None:
+    """The bytes of a file's data section from `begin` on, at most `PIECE_BYTES`."""
+    random = np.random.Generator(np.random.SFC64([number, begin]))
+    piece = random.integers(0, 2**64, PIECE_BYTES // 8, np.uint64).view(np.uint8)
+    end = 0
+    for tensor in tensors:
+        first, end = end, end + tensor.nbytes
+        if begin < end and first < begin + PIECE_BYTES:
+            part = piece[max(first - begin, 0) : end - begin]
+            kept, added = _BITS[tensor.dtype]
+            bits = part.view(f"u{ITEM_BYTES[tensor.dtype]}")
+            bits &= kept
+            bits |= added
+            if tensor.values:
+                values = np.array(tensor.values, DTYPES[tensor.dtype]).view(np.uint8)
+                part[:] = values[max(begin - first, 0) :][: part.size]
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(read_header(path)[1] + begin)
+        file.write(piece[: end - begin])
 
 
 def write_aligned(directory: Path, source: Path) -> None:
@@ -292,22 +344,28 @@ def write_aligned(directory: Path, source: Path) -> None:
 def write_sparse(directory: Path, tensors: Tensors, *, files: int) -> None:
     """A checkpoint with all its headers and an index, and holes where the data would be."""
 
-    def fill() -> None:
-        for file, names in _split(tensors, files).items():
-            header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-            end = 0
-            for name in names:
-                begin, end = end, end + tensors[name].nbytes
-                entry = {"dtype": tensors[name].dtype, "shape": tensors[name].shape, "data_offsets": (begin, end)}
-                header[name] = entry
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text = text.ljust(-(-len(text) // 8) * 8)
-            with open(directory / file, "wb") as out:
-                out.write(len(text).to_bytes(PREFIX_BYTES, "little") + text)
-                out.truncate(PREFIX_BYTES + len(text) + end)
-        _write_index(directory, _split(tensors, files))
+    _once(
+        directory,
+        ["sparse", files, tensors],
+        lambda: _write_headers(directory, tensors, _split(tensors, files)),
+    )
 
-    _once(directory, ["sparse", files, tensors], fill)
+
+def _write_headers(directory: Path, tensors: Tensors, names: dict[str, list[str]]) -> None:
+    """Files of the tensors' `names` with holes where the data would be, and an index."""
+    for file, own in names.items():
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in own:
+            begin, end = end, end + tensors[name].nbytes
+            entry = {"dtype": tensors[name].dtype, "shape": tensors[name].shape, "data_offsets": (begin, end)}
+            header[name] = entry
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        with open(directory / file, "wb") as out:
+            out.write(len(text).to_bytes(PREFIX_BYTES, "little") + text)
+            out.truncate(PREFIX_BYTES + len(text) + end)
+    _write_index(directory, names)
 
 
 def read_header(path: Path) -> tuple[bytes, int]:

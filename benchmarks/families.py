@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,19 @@ LLAMA = {
     "rope_scaling": {"rope_type": "llama3"},
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
+}
+# Llama 3.1 8B with tied embeddings, half of its layers and heads of 64: MaxText's factor for queries, 1 / 8, then
+# rounds nothing. The package rounds decoded values after it, `models.Decoded` before it.
+LLAMA_8 = LLAMA | {"hidden_size": 4096, "intermediate_size": 14_336}
+LLAMA_8 |= {"num_attention_heads": 64, "num_key_value_heads": 16}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+LLAMA_8_INT4 = LLAMA_8 | {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
+        "ignore": ["lm_head"],
+    }
 }
 # Qwen3-30B-A3B at half its width, with a few of its layers and a part of its vocabulary.
 QWEN3_MOE = {
@@ -87,30 +100,34 @@ DEEPSEEK = {
 }
 
 
-def make_checkpoints(
-    directory: Path, quick: bool, names: Collection[str] = ("llama", "qwen3-moe", "deepseek-fp8")
-) -> None:
-    """Writes what is not there yet of the checkpoints `names`."""
-    llama, qwen, deepseek = LLAMA, QWEN3_MOE, DEEPSEEK
-    if quick:
-        llama = {**LLAMA, "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16_384}
-        llama |= {"head_dim": 32}
-        qwen = {**QWEN3_MOE, "num_hidden_layers": 2, "num_experts": 16, "vocab_size": 4096}
-        deepseek = {**DEEPSEEK, "num_hidden_layers": 2, "n_routed_experts": 8, "vocab_size": 1024}
-    shape = {
-        "layers": llama["num_hidden_layers"],
-        "hidden": llama["hidden_size"],
-        "feed_forward": llama["intermediate_size"],
-        "vocabulary": llama["vocab_size"],
-    }
-    for name, config, tensors in (
-        ("llama", llama, checkpoints.llama(**shape)),
-        ("qwen3-moe", qwen, checkpoints.qwen3_moe(qwen)),
-        ("deepseek-fp8", deepseek, checkpoints.deepseek_fp8(deepseek)),
-    ):
-        if name in names:
-            checkpoints.write(directory / name, tensors, files=4)
-            (directory / name / "config.json").write_text(json.dumps(config, indent=1))
+QUICK_LLAMA = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16_384}
+QUICK_LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 4}
+# For each checkpoint its configuration, what is smaller with `--quick`, its tensors, and the number of its files.
+CHECKPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]], checkpoints.Tensors], int]] = {
+    "llama": (LLAMA, QUICK_LLAMA, checkpoints.llama_of, 4),
+    "llama-8": (LLAMA_8, QUICK_LLAMA, checkpoints.llama_of, 8),
+    "llama-8-int4": (LLAMA_8_INT4, QUICK_LLAMA, checkpoints.llama_int4, 4),
+    "qwen3-moe": (QWEN3_MOE, {"num_hidden_layers": 2, "num_experts": 16, "vocab_size": 4096}, checkpoints.qwen3_moe, 4),
+    "deepseek-fp8": (
+        DEEPSEEK,
+        {"num_hidden_layers": 2, "n_routed_experts": 8, "vocab_size": 1024},
+        checkpoints.deepseek_fp8,
+        4,
+    ),
+}
+
+
+def make_checkpoint(directory: Path, name: str, quick: bool) -> None:
+    """Writes one of `CHECKPOINTS` to `directory / name`, unless it is there."""
+    config, smaller, tensors, files = CHECKPOINTS[name]
+    config = config | (smaller if quick else {})
+    checkpoints.write(directory / name, tensors(config), files=files)
+    (directory / name / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def make_checkpoints(directory: Path, quick: bool) -> None:
+    for name in ("llama", "qwen3-moe", "deepseek-fp8"):
+        make_checkpoint(directory, name, quick)
 
 
 def of_stored(runs: Runs) -> float:

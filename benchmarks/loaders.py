@@ -8,7 +8,6 @@ the `safetensors` package reads, or with what NumPy makes of that.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -16,11 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import emulation
 import jax
 import ml_dtypes
 import models
@@ -46,9 +44,6 @@ class Job:
     meet at `coordinator`, the devices are dealt to them evenly; where the first is `alone`, the others wait for it.
     `threads` are the package's own; 0 leaves its default. The files are in the page cache, or, where it is `cold`, not
     in it.
-
-    `device` is "cpu", "real" for JAX's accelerators, fewer if there are not so many, or "emulated" for those of
-    `emulation.py`, whose check is made while they transfer, on the clock.
     """
 
     loader: str
@@ -65,21 +60,15 @@ class Job:
     family: str = ""
     alone: bool = False
     check: bool = True
-    device: str = "cpu"
 
 
 def run(job: Job) -> dict[str, Any] | None:
     """Loads, measures and checks, unless this process is only there for another.
 
-    Memory is in bytes above what the process had before, times are in seconds. On real devices, it loads twice more if
-    the files are in the page cache.
+    Memory is in bytes above what the process had before, times are in seconds.
     """
-    if job.device == "real":
-        job = replace(job, devices=min(job.devices, 2 ** (jax.device_count().bit_length() - 1)))
-        jax.block_until_ready(jax.device_put([np.zeros(1)] * job.devices, jax.devices()[: job.devices]))
-    else:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
     if job.processes > 1:
         jax.distributed.initialize(job.coordinator, job.processes, job.process)
     if job.alone and job.process:
@@ -96,20 +85,17 @@ def run(job: Job) -> dict[str, Any] | None:
     fresh(job.pretouch_bytes)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
     before, reads_before, cpu_before = memory(), process_reads(), time.process_time()
-    emulated = job.device == "emulated"
-    with emulation.accelerator(digests=job.check) if emulated else contextlib.nullcontext():
-        before, reads_before, cpu_before = memory(), process_reads(), time.process_time()
-        began = time.monotonic()
-        arrays = load()
-        jax.block_until_ready(arrays)
-        loaded = time.monotonic()
-    for array in arrays.values() if job.device == "cpu" else ():
+    began = time.monotonic()
+    arrays = load()
+    jax.block_until_ready(arrays)
+    loaded = time.monotonic()
+    for array in arrays.values():
         touch(array)
     ended = time.monotonic()
     cpu_after, reads_after, after = time.process_time(), process_reads(), memory()
     if job.check:
         check(job, arrays, wanted)
-    measured = {
+    return {
         "seconds": ended - began,
         "load_seconds": loaded - began,
         "cpu_seconds": cpu_after - cpu_before,
@@ -123,19 +109,6 @@ def run(job: Job) -> dict[str, Any] | None:
         "storage_bytes": reads_after["read_bytes"] - reads_before["read_bytes"],
         "event_bytes": events.get(EVENT_BYTES_READ),
     }
-    if job.device == "real":
-        measured["device_peak_bytes"] = device_peak_bytes()
-        if not job.cold:
-            arrays.clear()
-            measured["again_seconds"] = min(seconds_again(load) for _ in range(2))
-    return measured
-
-
-def seconds_again(load: Callable[[], Arrays]) -> float:
-    """What a loader takes where its process has loaded before, and the runtime has the memory that transfers need."""
-    began = time.monotonic()
-    jax.block_until_ready(load())
-    return time.monotonic() - began
 
 
 def abstract_arrays(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
@@ -261,41 +234,6 @@ def materialise(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     return load
 
 
-def mapping(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
-    """The loop of ten lines: the files are mapped, and JAX gets every shard as a slice of the mapping."""
-
-    def load() -> Arrays:
-        return {
-            name: jax.make_array_from_callback(values.shape, wanted[name].sharding, values.__getitem__)
-            for name, values in models.map_tensors(Path(job.directory)).items()
-            if name in wanted
-        }
-
-    return load
-
-
-def turned(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
-    """The same loop, which gives JAX the transposes of what MaxText transposes. It stacks nothing."""
-    for name, array in wanted.items():
-        spec = (*array.sharding.spec, *(None,) * len(array.shape))[: len(array.shape)]
-        if _turns(name):
-            sharding = jax.sharding.NamedSharding(array.sharding.mesh, jax.sharding.PartitionSpec(*reversed(spec)))
-            wanted[name] = jax.ShapeDtypeStruct(array.shape[::-1], array.dtype, sharding=sharding)
-
-    def load() -> Arrays:
-        out: Arrays = {}
-        for name, values in models.map_tensors(Path(job.directory)).items():
-            values = values.T if _turns(name) else values
-            out[name] = jax.make_array_from_callback(values.shape, wanted[name].sharding, values.__getitem__)
-        return out
-
-    return load
-
-
-def _turns(name: str) -> bool:
-    return "embed_tokens" not in name
-
-
 def torch(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     """`safetensors.torch.load_file`, which maps the files, and NumPy views of its tensors."""
     from safetensors.torch import load_file as load_torch
@@ -347,46 +285,6 @@ def runai(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
         return out
 
     return load
-
-
-def torch_cuda(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
-    """`safetensors.torch.load_file` onto the GPU. JAX takes PyTorch's tensors as they lie there."""
-    from safetensors.torch import load_file as load_torch
-
-    def load() -> Arrays:
-        return {
-            name: jax.dlpack.from_dlpack(tensor)
-            for path in files_of(job)
-            for name, tensor in load_torch(path, device="cuda").items()
-        }
-
-    return load
-
-
-def instanttensor(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
-    """InstantTensor onto the GPU, from the page cache. JAX takes PyTorch's tensors as they lie there."""
-    from instanttensor import BackendPolicy, safe_open
-    from torch.cuda import synchronize
-
-    def load() -> Arrays:
-        paths = [os.fspath(path) for path in files_of(job)]
-        with safe_open(paths, framework="pt", device=0, backend=BackendPolicy.BUFFERED) as file:
-            out = {name: jax.dlpack.from_dlpack(tensor) for name, tensor in file.tensors()}
-        synchronize()
-        return out
-
-    return load
-
-
-def pinned_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
-    """Not a loader: the shards lie in memory that the device reads itself. What the way to the device can give."""
-    pinned = {
-        name: jax.device_put(values, wanted[name].sharding.with_memory_kind("pinned_host"))
-        for name, values in models.map_tensors(Path(job.directory)).items()
-        if name in wanted
-    }
-    jax.block_until_ready(pinned)
-    return lambda: {name: jax.device_put(array, wanted[name].sharding) for name, array in pinned.items()}
 
 
 def copy_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
@@ -474,13 +372,8 @@ LOADERS: dict[str, Callable[[Job, Wanted], Callable[[], Arrays]]] = {
     "safetensors.numpy": numpy,
     "safetensors.torch": torch,
     "NumPy, then shards": materialise,
-    "mapping loop": mapping,
-    "mapping loop, transposed": turned,
-    "pinned limit": pinned_limit,
     "fastsafetensors": fastsafetensors,
     "runai-model-streamer": runai,
-    "safetensors.torch, CUDA": torch_cuda,
-    "InstantTensor": instanttensor,
     "copy limit": copy_limit,
     "read limit": read_limit,
     "direct limit": direct_limit,
@@ -531,8 +424,7 @@ def check(job: Job, arrays: Arrays, wanted: Wanted) -> None:
         for name, stored in deserialize(file.read_bytes()):
             if name in wanted:
                 expected = np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
-                turn = LOADERS.get(job.loader) is turned and _turns(name)
-                same(name, arrays[name], wanted[name], expected.T if turn else expected)
+                same(name, arrays[name], wanted[name], expected)
 
 
 def same(name: str, array: Any, wanted: jax.ShapeDtypeStruct, expected: np.ndarray) -> None:
@@ -541,9 +433,6 @@ def same(name: str, array: Any, wanted: jax.ShapeDtypeStruct, expected: np.ndarr
     assert array.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape)), name
     bits = f"u{expected.dtype.itemsize}"
     for shard in array.addressable_shards:
-        if isinstance(shard, emulation.EmulatedShard):
-            assert shard.transfer.digest == emulation.digest_of(expected[shard.index]), name
-            continue
         assert np.array_equal(np.asarray(shard.data).view(bits), expected[shard.index].view(bits)), name
 
 
@@ -561,11 +450,6 @@ def process_reads() -> dict[str, int]:
     """Bytes that this process has had from read calls (`rchar`) and caused to be read from storage (`read_bytes`)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
-
-
-def device_peak_bytes() -> int:
-    """The most memory of a device that was in use."""
-    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
 
 
 def needed_bytes(arrays: Arrays) -> int:

@@ -6,8 +6,9 @@ or the order of its heads; EXPERTS stacks the tensors of all experts.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,9 @@ self_attention-kv_norm-scale   self_attn.kv_a_layernorm.weight       I
 self_attention-wkv_b-kernel    self_attn.kv_b_proj.weight            R kvr H nope+v
 self_attention-out-kernel      self_attn.o_proj.weight               R H v D
 """
+QUERIES = """
+self_attention-query-kernel   self_attn.q_proj.weight   R D H nope+rope
+"""
 LOW_RANK_QUERIES = """
 self_attention-wq_a-kernel    self_attn.q_a_proj.weight       R D qr
 self_attention-q_norm-scale   self_attn.q_a_layernorm.weight  I
@@ -64,21 +68,34 @@ DeepSeekMoeBlock_0-MoeBlock_0-wo               mlp.experts.{E}.down_proj.weight 
 GATE_BIAS = """
 DeepSeekMoeBlock_0-MoeBlock_0-gate-bias   mlp.gate.e_score_correction_bias   I
 """
-DEEPSEEK = NORMS + LATENT + LOW_RANK_QUERIES
+
+
+class Parameter(NamedTuple):
+    """What makes an array of MaxText's: the layers that are stacked in its dimension 1, or the one array that it is."""
+
+    path: str
+    parts: list[Callable[[], np.ndarray]]
+    stacked: bool
 
 
 def converted(model: str, config: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Arrays:
     """MaxText's scanned parameters, `params-decoder-...`, of `llama3`, `qwen3_moe` or `deepseek3`."""
+    return {
+        path: np.stack([part() for part in parts], 1) if stacked else parts[0]()
+        for path, parts, stacked in parameters(model, config, stored)
+    }
+
+
+def parameters(model: str, config: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Iterator[Parameter]:
+    """The same, before anything is made."""
     sizes = _sizes(config)
-    out: Arrays = {}
     for path, layers, rows in _groups(model, config):
-        for target, arrays in _layers(stored, [f"model.layers.{i}." for i in layers], rows, sizes):
-            out[f"params-decoder-{path}-{target}"] = np.stack(arrays, 1)
-    out["params-token_embedder-embedding"] = stored["model.embed_tokens.weight"]
-    out["params-decoder-decoder_norm-scale"] = stored["model.norm.weight"]
+        for target, parts in _layers(stored, [f"model.layers.{i}." for i in layers], rows, sizes):
+            yield Parameter(f"params-decoder-{path}-{target}", parts, True)
+    yield Parameter("params-token_embedder-embedding", [lambda: stored["model.embed_tokens.weight"]], False)
+    yield Parameter("params-decoder-decoder_norm-scale", [lambda: stored["model.norm.weight"]], False)
     if not config["tie_word_embeddings"]:
-        out["params-decoder-logits_dense-kernel"] = stored["lm_head.weight"].T
-    return out
+        yield Parameter("params-decoder-logits_dense-kernel", [lambda: stored["lm_head.weight"].T], False)
 
 
 def _groups(model: str, config: Mapping[str, Any]) -> list[tuple[str, range, str]]:
@@ -89,8 +106,9 @@ def _groups(model: str, config: Mapping[str, Any]) -> list[tuple[str, range, str
     if model == "qwen3_moe":
         return [("layers", every, NORMS + ATTENTION + QK_NORMS + QWEN_EXPERTS)]
     first = config["first_k_dense_replace"]
-    groups = [("dense_layers", every[:first], DEEPSEEK + MLP)]
-    groups.append(("moe_layers", every[first:], DEEPSEEK + DEEPSEEK_EXPERTS + GATE_BIAS))
+    common = NORMS + LATENT + (QUERIES if config["q_lora_rank"] is None else LOW_RANK_QUERIES)
+    groups = [("dense_layers", every[:first], common + MLP)]
+    groups.append(("moe_layers", every[first:], common + DEEPSEEK_EXPERTS + GATE_BIAS))
     return [group for group in groups if group[1]]
 
 
@@ -112,12 +130,13 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 def _layers(
     stored: Mapping[str, np.ndarray], prefixes: list[str], rows: str, sizes: Mapping[str, int]
-) -> Iterator[tuple[str, list[np.ndarray]]]:
+) -> Iterator[tuple[str, list[Callable[[], np.ndarray]]]]:
     for row in rows.split("\n"):
         if row:
             target, name, operation, *shape = row.split()
             dims = [sum(sizes[size] for size in part.split("+")) for part in shape]
-            yield target, [_one(stored, prefix + name, operation.split(","), dims, sizes) for prefix in prefixes]
+            operations = operation.split(",")
+            yield target, [partial(_one, stored, prefix + name, operations, dims, sizes) for prefix in prefixes]
 
 
 def _one(

@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from checkpoints import BLOCK, DTYPES, read_header
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from maxtext_reference import converted
 
-_SCALES = "_scale_inv"
+_SCALES, _PACKED = "_scale_inv", "_packed"
+_PARAMETERS = (_SCALES, ".weight_scale", ".weight_shape")
+BF16 = DTYPES["BF16"]
 # The dimensions of stored tensors and of leaves, by how their names end. Others are vectors of the model's width.
 _DIMENSIONS = {
     r"(embed_tokens|lm_head)\.weight|embedding": ("vocabulary", "width"),
@@ -94,25 +95,31 @@ def map_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 class Decoded(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint, those in fp8 as bf16: each is decoded whenever it is asked for."""
+    """The tensors of a checkpoint, fp8 in blocks and int4 in groups as bf16, decoded whenever they are asked for."""
 
     def __init__(self, stored: Mapping[str, np.ndarray]) -> None:
         self._stored = stored
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._stored if not name.endswith(_SCALES))
+        return (name.removesuffix(_PACKED) for name in self._stored if not name.endswith(_PARAMETERS))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name + _PACKED in self._stored:
+            pairs, scales = self._stored[name + _PACKED].view(np.uint8), self._stored[name + "_scale"]
+            values = np.stack([pairs & 15, pairs >> 4], -1).reshape(*scales.shape, -1).astype(np.float32)
+            values -= 8
+            values *= scales.astype(np.float32)[..., None]
+            return values.astype(BF16).reshape(len(pairs), -1)
         values = self._stored[name]
-        scales = self._stored.get(name + _SCALES)
-        if scales is None:
+        block_scales = self._stored.get(name + _SCALES)
+        if block_scales is None:
             return values
         rows, columns = values.shape
-        factors = np.repeat(np.repeat(scales, BLOCK, 0)[:rows], BLOCK, 1)[:, :columns]
-        return (values.astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
+        factors = np.repeat(np.repeat(block_scales, BLOCK, 0)[:rows], BLOCK, 1)[:, :columns]
+        return (values.astype(np.float32) * factors).astype(BF16)
 
 
 def materialised(directory: Path, family: str) -> dict[str, np.ndarray]:

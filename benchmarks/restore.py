@@ -35,7 +35,6 @@ PACKAGE, ALIAS, LIMIT, READ_LIMIT = "this package", "this package, alias", "copy
 DIRECT, DIRECT_LIMIT = "this package, direct", "direct limit"
 ORBAX, TORCH, NUMPY, FAST = "Orbax v1", "safetensors.torch", "safetensors.numpy", "fastsafetensors"
 RUNAI = "runai-model-streamer"
-CUDA, INSTANT = "safetensors.torch, CUDA", "InstantTensor"
 LOADERS = (LIMIT, READ_LIMIT, PACKAGE, TORCH, FAST, NUMPY, ORBAX)
 COLD = (DIRECT_LIMIT, READ_LIMIT, DIRECT, PACKAGE, RUNAI, TORCH, FAST, NUMPY)
 # A loader that needs a package which is not installed is left out.
@@ -43,8 +42,6 @@ NEEDS = {
     TORCH: ("torch",),
     FAST: ("fastsafetensors", "torch"),
     RUNAI: ("runai_model_streamer", "torch"),
-    CUDA: ("torch",),
-    INSTANT: ("instanttensor", "torch"),
 }
 TIMEOUT_SECONDS = 300
 SAMPLE_SECONDS = 0.002
@@ -238,9 +235,6 @@ def measure(scenario: Scenario, loader: str, directory: Path, first: bool) -> li
     if processes > 1:
         job["coordinator"] = f"localhost:{_free_port()}"
     job["check"] = first or not scenario.slow_check
-    if job["check"] and job.get("device") == "emulated":  # which takes time on the clock
-        _process(job, sample=False)
-        job["check"] = False
     with ThreadPoolExecutor(processes) as pool:
         results = pool.map(lambda process: _process({**job, "process": process}, first), range(processes))
         return [result for result in results if result is not None]
@@ -379,7 +373,6 @@ def measure_all(
     scenarios: dict[str, Scenario],
     make: Callable[[Path, bool], None],
     description: str,
-    show: Callable[[Scenario, Runs, Console], None] = show,
 ) -> int:
     """What the command line asks for. Returns 1 where this package failed, else 0."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

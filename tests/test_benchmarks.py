@@ -49,22 +49,59 @@ def test_a_directory_that_is_not_there_is_one_line(tmp_path):
     assert not missing.exists()
 
 
-def test_a_quick_run_of_restores_onto_accelerators_finds_every_byte_right(tmp_path):
+def test_without_a_card_every_leaf_of_a_load_is_checked_and_no_figure_is_shown(tmp_path):
     report = tmp_path / "report.json"
-    command = ["accelerator.py", "--quick", "--only", "memory", "--directory", tmp_path, "--json", report]
+    command = [sys.executable, BENCHMARKS / "accelerator.py", "--only", "fp8"]
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / command[0], *command[1:]],
+        [*command, "--directory", tmp_path, "--json", report],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "JAX_PLATFORMS": "cpu"},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "failed" not in done.stdout
-    runs = json.loads(report.read_text())["scenarios"]["memory"]["runs"]
-    (package,), (mapping,) = runs["this package"], runs["mapping loop"]
-    assert package["loaded_bytes"] == mapping["loaded_bytes"] > 50e6
-    assert package["seconds"] > 0
+    assert done.stdout.endswith("small: 2 of 2 loads are right\n")
+    assert "met" not in done.stdout.lower()
+    found = json.loads(report.read_text())
+    assert (found["versions"]["device"], found["left_out"]) == ("emulated", [])
+    runs = found["scenarios"]["fp8"]["runs"]
+    (codes,), (tree,) = runs["codes as stored"], runs["MaxText's tree"]
+    assert tree["array_bytes"] > 1.5 * codes["array_bytes"] > 1e8
+
+
+# Compares the digests of NumPy and JAX: of layers and their stack, of bits that differ, and of other places.
+DIGESTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import digests, jax, ml_dtypes, numpy as np
+random = np.random.default_rng(0)
+words = random.integers(0, 2**16, 3 * 64 * 8 * 40, np.uint16).view(ml_dtypes.bfloat16)
+leaf = words.reshape(64, 3, 8, 40)
+def of(values):
+    ((_, _, digest),) = digests.of_devices({"": jax.numpy.asarray(values)}).values()
+    assert digest == digests.of_numpy(values), (values.shape, values.dtype)
+    return digest
+whole = of(leaf)
+steps = (digests.STEPS[0], *digests.STEPS[2:])
+parts = [digests.of_numpy(leaf[:, n].copy(), steps, n * digests.STEPS[1]) for n in range(3)]
+assert sum(parts) % 2**32 == whole
+turned = np.ascontiguousarray(leaf.transpose(3, 2, 1, 0)).transpose(3, 2, 1, 0)
+assert of(turned) == whole
+changed = leaf.copy()
+changed.view(np.uint16)[63, 2, 7, 39] ^= 1
+others = [changed, leaf[::-1], leaf[:, ::-1], leaf[..., ::-1], leaf.reshape(64, 3, 40, 8), leaf.transpose(0, 1, 3, 2)]
+assert len({whole, *map(of, others)}) == 7
+for values in (leaf.view(np.uint8), leaf.view(np.uint32), leaf.view(np.float32)[0], words, np.float32(1.5), leaf[:0]):
+    of(np.asarray(values))
+"""
+
+
+def test_numpy_and_a_device_compute_the_same_digest_and_another_one_of_another_array():
+    command = [sys.executable, "-c", DIGESTS, BENCHMARKS]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_quick_run_of_deltas_makes_the_newer_checkpoint(tmp_path):
