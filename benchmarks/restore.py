@@ -353,7 +353,7 @@ def show(scenario: Scenario, runs: Runs, console: Console) -> None:
 
 def versions() -> dict[str, str]:
     """Where and with what this was measured."""
-    names = ("jax", "orbax-checkpoint", "safetensors", "torch", "fastsafetensors", "numpy")
+    names = ("jax", "orbax-checkpoint", "safetensors", "torch", "fastsafetensors", "instanttensor", "numpy")
     names += ("obstore", "tensorstore", "fsspec", "aiohttp")
     found = {name: metadata.version(name) for name in names if importlib.util.find_spec(name.split("-")[0])}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
