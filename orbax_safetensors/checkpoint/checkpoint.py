@@ -28,8 +28,10 @@ from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, trans
 # Between a tensor's name and the number of its piece, if a view has several. No header can hold this character, so no
 # tensor has the name of a piece.
 _PIECE = "\ud800"
+# After the name of a stored tensor, as a view names its bytes.
+_BYTES = "\ud801"
 
-_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+_UINT8, _FLOAT32, _BFLOAT16 = np.dtype(np.uint8), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 
 class StoredPiece(NamedTuple):
@@ -201,8 +203,15 @@ class Checkpoint:
         """Return the name of the stored tensor that a view's tensor is, is a piece of, or is decoded from."""
         return self.quantized[name].codes if name in self.quantized else self.whole(name)
 
+    def as_bytes(self, name: str) -> tuple[str, ...]:
+        """Return what views call the bytes of a view's tensor: of its codes and parameters if it has any."""
+        stored = self.quantized[name].stored if name in self.quantized else (name,)
+        return tuple([f"{each}{_BYTES}" for each in stored])
+
     def location(self, name: str) -> Location:
-        """Return where a tensor lies, or a piece of a tensor as a view names it."""
+        """Return where a tensor lies, or a piece of a tensor as a view names it, or the bytes of either."""
+        if name.endswith(_BYTES):
+            return Location(*self._begin(name.removesuffix(_BYTES)), _UINT8)
         if name in self.quantized:
             quantized = self.quantized[name]
             beside = tuple([self._begin(stored) for stored in quantized.parameters])

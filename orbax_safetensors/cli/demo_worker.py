@@ -23,8 +23,8 @@ from orbax_safetensors.cli.demo import PROGRESS_SUFFIX
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.cli.picture import amounts, stretches
 from orbax_safetensors.format.dtypes import DTYPES, in_memory_type
-from orbax_safetensors.restore.fill import EVENT_BYTES_READ
 from orbax_safetensors.restore.match import match
+from orbax_safetensors.restore.pipeline import EVENT_BYTES_READ
 from orbax_safetensors.transfer.plan import TransferPlan, transfer_plan
 
 # Shards that differ, of which a message tells.

@@ -51,6 +51,7 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
         ("parameters", plan.total_params),
         ("bytes", Size(plan.total_bytes)),
         ("bytes per device", Size(plan.largest_shard.nbytes)),
+        *[(each.way, Size(each.nbytes)) for each in plan.ways],
         ("requests to open", plan.open_requests),
         *_time_facts(time),
     ]

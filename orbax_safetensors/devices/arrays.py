@@ -80,6 +80,19 @@ def assemble(
     return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
 
 
+def side_by_side(sharding: jax.sharding.Sharding, parts: Sequence[np.ndarray]) -> jax.Array:
+    """Return an array of one part for each device of a sharding of its first dimension, which has size 1 in each part.
+
+    Parts are in the order of the devices, and all on this process's. CPU devices share their memory.
+    """
+    shape = (len(parts), *parts[0].shape[1:])
+
+    def part_of(index: Any) -> np.ndarray:
+        return parts[index[0].start or 0]
+
+    return jax.make_array_from_callback(shape, sharding, part_of, dtype=parts[0].dtype)
+
+
 def wait(arrays: Sequence[jax.Array]) -> None:
     """Wait until devices have `arrays`, and nobody reads the host memory that they were made of."""
     jax.block_until_ready(arrays)

@@ -12,6 +12,13 @@ def is_float(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+def bit_width(dtype: np.dtype) -> int:
+    """Return the bits of an element, which may be fewer than those of the bytes that NumPy gives it."""
+    if dtype.kind in "bc":
+        return 8 * dtype.itemsize
+    return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)
+
+
 def to_bits(array: jax.Array) -> jax.Array:
     """Return the elements as integers of their size; complex ones have one more dimension."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):

@@ -157,6 +157,16 @@ def is_abstract(sharding: jax.sharding.Sharding) -> bool:
     return isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh)
 
 
+def platform_of(sharding: jax.sharding.Sharding | Format) -> str:
+    """Return the platform of a sharding's devices, as `gpu`; an abstract mesh may say that it is of TPUs."""
+    named = plain(sharding)
+    if isinstance(named, jax.sharding.NamedSharding) and isinstance(named.mesh, jax.sharding.AbstractMesh):
+        kind = getattr(named.mesh.abstract_device, "device_kind", None)
+        return "tpu" if kind and kind.startswith("TPU") else "gpu"
+    devices: set[Any] = named.device_set
+    return str(next(iter(devices)).platform)
+
+
 def _check_entries(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> None:
     """Raise `TensorMismatchError` if a partition has more entries than the shape has dimensions."""
     if isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.spec) > len(shape):

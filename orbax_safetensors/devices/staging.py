@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -35,6 +36,16 @@ class Kind(enum.Enum):
     REGISTERED = enum.auto()
     PINNED = enum.auto()
     ORDINARY = enum.auto()
+
+    @property
+    def most_bytes(self) -> float:
+        """The most bytes that a restore should have of it, and send at once."""
+        return _MOST_BYTES[self]
+
+
+# XLA gets its pinned memory in powers of two, with a few pages around it. From 1 GiB on, it does not copy ordinary
+# memory in turns, but leaves it to the driver, which is slow.
+_MOST_BYTES = {Kind.REGISTERED: math.inf, Kind.PINNED: 512 * 2**20 - 32 * PAGE_BYTES, Kind.ORDINARY: 2**30 - 1}
 
 
 def kind_for(devices: Collection[Any]) -> Kind:

@@ -50,6 +50,10 @@ class Box(tuple[tuple[int, int], ...]):
         """Return the elements that both boxes have; the boxes must overlap."""
         return Box((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self, other, strict=True))
 
+    def inside(self, part: Box) -> Box:
+        """Return a part of the box, given by its place in the box."""
+        return Box((low + start, low + stop) for (low, _), (start, stop) in zip(self, part, strict=True))
+
 
 # Most boxes of a model are alike.
 @lru_cache(maxsize=2**16)

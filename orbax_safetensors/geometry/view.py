@@ -429,20 +429,22 @@ def _boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tupl
             yield (tail, *start), (1, *box)
 
 
-def by_tensors(views: Sequence[View]) -> list[list[int]]:
-    """Return the positions of `views` in groups that share tensors, directly or through other views."""
-    names = [name for view in views for name in view.tensors]
+def by_tensors(tensors: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return the positions of `tensors`, the names that each of several users has, in groups that share some of them.
+
+    Users of a group share tensors directly or through other users.
+    """
+    names = [name for used in tensors for name in used]
     if len(set(names)) == len(names):
-        return [[number] for number in range(len(views))]
+        return [[number] for number in range(len(tensors))]
     group_of: dict[str, int] = {}
     groups: dict[int, list[int]] = {}
-    for number, view in enumerate(views):
+    for number, used in enumerate(tensors):
         groups[number] = [number]
-        tensors = view.tensors
-        if not group_of.keys().isdisjoint(tensors):
-            for other in sorted({group_of[name] for name in tensors if name in group_of}):
+        if not group_of.keys().isdisjoint(used):
+            for other in sorted({group_of[name] for name in used if name in group_of}):
                 groups[number] = groups.pop(other) + groups[number]
-                group_of |= {name: number for member in groups[number] for name in views[member].tensors}
-        for name in tensors:
+                group_of |= {name: number for member in groups[number] for name in tensors[member]}
+        for name in used:
             group_of[name] = number
     return [sorted(group) for group in groups.values()]

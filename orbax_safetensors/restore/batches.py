@@ -1,96 +1,119 @@
-"""What a restore fills at a time: the shards of leaves, in the order of the files, in batches that fit in memory."""
+"""What a restore reads at a time, planned before the first byte: parts of leaves, in the order of the files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.arrays import on_host
-from orbax_safetensors.devices.growing import can_grow
+from orbax_safetensors.devices.assembly import can_assemble
+from orbax_safetensors.devices.program import Recipe
 from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.move import move_of
+from orbax_safetensors.geometry.strided import Copy, keeps_order, row_major, source_runs
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import by_tensors
 from orbax_safetensors.restore.target import Target
-from orbax_safetensors.storage.process_memory import no_collection
+from orbax_safetensors.restore.ways import Packed, packed_bytes, ways_of
+from orbax_safetensors.storage.memory import ALIGNMENT, PAGE_BYTES, laid_out
+from orbax_safetensors.storage.store import RequestLimits
 from orbax_safetensors.transfer.engine import batches
-from orbax_safetensors.transfer.plan import Block
-from orbax_safetensors.transfer.threads import Countdown
+from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits
+from orbax_safetensors.transfer.reader import direct_offsets
 
+# Of the memory that bytes for devices go through: enough to read while others are on their way.
+_USUAL_BYTES = 512 * 2**20
+_BATCHES = 16
+# Of that memory, in a leaf that is longer: so that one can be read while others are on their way.
+_PARTS = 4
+# For batches that begin in their pages as the bytes do in files.
+_PAGES = 16
 # What no leaf is cut below: programs on devices and requests for short parts would take longer than the bytes.
 _LEAST_CUT_BYTES = 16 * 2**20
 
 
-class Fill(NamedTuple):
-    """What becomes arrays at once: the shards of a target, or of each the part that begins at `start`.
+class LeafPart(NamedTuple):
+    """Blocks that are filled, and what becomes of them.
 
-    `number` is the target's in the call that fills it.
+    Attributes:
+      leaf: the number of the target.
+      blocks: for each distinct shard of this process the shard itself, or its blocks of a `Packed`.
+      recipe, starts, orders: of the program that makes a box of each shard, as in `Packed`; None if blocks are shards.
+      mapped: the file and the offset where each block lies as in memory, if arrays alias the files.
     """
 
-    number: int
-    target: Target
-    start: tuple[int, ...] | None
-    blocks: tuple[Block, ...]  # one for each of the target's local boxes
+    leaf: int
+    blocks: tuple[Block, ...]
+    recipe: Recipe | None = None
+    starts: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[np.ndarray | None, ...] = ()
+    mapped: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Of the blocks."""
-        return sum(block.nbytes for block in self.blocks)
+        return sum([block.nbytes for block in self.blocks])
 
 
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """Fills that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
+    """Parts that are read together into memory for their blocks, by `plan`.
 
-    `sent` are the `jax.Array`s that are made of these.
+    `offsets` are those of `storage.memory.allocate`. Memory of what `leaves_host` is used again when devices have it.
     """
 
-    def __init__(self, fills: Sequence[Fill], *, leaves_host: bool) -> None:
-        """Describe a batch of which nothing is filled yet."""
-        self.fills = fills
-        self.blocks = [block for fill in fills for block in fill.blocks]
-        self.nbytes = sum(block.nbytes for block in self.blocks)
-        self.leaves_host = leaves_host
-        self.filled = Countdown()
-        self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
-        self.sent: list[jax.Array] = []
+    parts: tuple[LeafPart, ...]
+    blocks: tuple[Block, ...]
+    plan: TransferPlan
+    offsets: Mapping[int, int]
+    leaves_host: bool
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each block."""
+        return [block.nbytes for block in self.blocks]
 
 
-@no_collection()
-def batches_of(
-    checkpoint: Checkpoint, targets: Sequence[Target], most: int, part_bytes: int, batch_bytes: int
-) -> list[Batch]:
-    """Return all shards of `targets` that this process holds, in batches.
+def batches_for(
+    checkpoint: Checkpoint, targets: Sequence[Target], limits: RequestLimits, most: int, *, alias: bool
+) -> tuple[list[Batch], int]:
+    """Return all that this process reads for `targets`, in batches, and the bytes of memory that some of them share.
 
-    Everything that stays in host memory is one batch. The others have `batch_bytes`, or one group of leaves that are
-    made of the same tensors, which has at most `most` bytes. A leaf with more is in parts of `part_bytes` if it can be.
+    What leaves the host goes through at most `most` bytes of memory, except longer shards that devices cannot put
+    together. With `alias`, arrays in host memory alias the files if these lie as in memory.
     """
-    whole = [
-        Fill(number, target, None, tuple([target.block(box) for box in target.local_boxes()]))
-        for number, target in enumerate(targets)
-    ]
-    sizes = [fill.nbytes for fill in whole]
-    stays = [stays_on_host(target) for target in targets]
-    groups = groups_in_file_order(checkpoint, targets)
-    staying = [whole[number] for group in groups for number in group if stays[number]]
-    sized: list[tuple[list[Fill], int]] = []
-    for group in groups:
-        leaving = [number for number in group if not stays[number]]
-        nbytes = sum(sizes[number] for number in leaving)
-        if nbytes <= most:
-            sized.append(([whole[number] for number in leaving], nbytes))
-            continue
-        for number in leaving:
-            sized += [([fill], fill.nbytes) for fill in _cut(whole[number], most, part_bytes)]
+    staying = [number for number, target in enumerate(targets) if stays_on_host(target)]
+    leaving = sorted(set(range(len(targets))).difference(staying))
+    out, shared = _leaving(checkpoint, targets, leaving, limits, most) if leaving else ([], 0)
+    if staying:
+        parts = [_whole(number, targets[number]) for number in staying]
+        if alias:
+            parts = [part._replace(mapped=_places(checkpoint, targets[part.leaf], part)) for part in parts]
+        out.append(_batch(checkpoint, limits, parts, leaves_host=False))
+    return out, shared
 
-    batched = [[fill for fills in batch for fill in fills] for batch in batches(sized, batch_bytes)]
-    return [
-        *([Batch(staying, leaves_host=False)] if staying else []),
-        *(Batch(fills, leaves_host=True) for fills in batched if fills),
-    ]
+
+def _leaving(
+    checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[int], limits: RequestLimits, most: int
+) -> tuple[list[Batch], int]:
+    """See `batches_for`: for the targets of these numbers, which leave the host."""
+    groups = _groups(checkpoint, _parts(checkpoint, targets, numbers, most), most)
+    sized = [(group, _nbytes(group)) for group in groups]
+    total, longest = sum([nbytes for _, nbytes in sized]), max([nbytes for _, nbytes in sized], default=0)
+    room = min(most, total, max(_USUAL_BYTES, 2 * limits.requests * limits.max_request_bytes, longest))
+    out = []
+    for together in batches(sized, room // _BATCHES):
+        parts = [part for group in together for part in group]
+        out.append(_batch(checkpoint, limits, parts, leaves_host=True))
+    spans = [laid_out(batch.sizes, batch.offsets)[1] for batch in out if _nbytes(batch.parts) <= most]
+    return out, max(min(sum(spans), max([room + min(_PAGES * PAGE_BYTES, room // _BATCHES), *spans])), PAGE_BYTES)
 
 
 def stays_on_host(target: Target) -> bool:
@@ -98,37 +121,110 @@ def stays_on_host(target: Target) -> bool:
     return target.sharding is None or on_host(plain(target.sharding))
 
 
-def _cut(fill: Fill, most: int, part_bytes: int) -> Iterator[Fill]:
-    """Yield the same part of every shard of a target with more than `most` bytes, in the order of storage.
-
-    The parts of one place in all shards have at most `part_bytes`.
-    """
-    target, part_bytes = fill.target, max(part_bytes, _LEAST_CUT_BYTES)
-    if fill.nbytes <= max(most, part_bytes) or not can_grow(target.sharding, target.shape, target.dtype):
-        yield fill
-        return
-    boxes = target.local_boxes()
-    shape, order = boxes[0].shape, storage_order(target.view)
-    limit = part_bytes // (len(boxes) * target.dtype.itemsize)
-    for part in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
-        yield Fill(fill.number, target, part.start, tuple([target.block(_within(box, part)) for box in boxes]))
+def devices_of(targets: Iterable[Target]) -> set[Any]:
+    """Return the devices of this process that bytes leave the host for."""
+    shardings = {plain(target.sharding) for target in targets if target.sharding is not None}
+    return {device for sharding in shardings if not on_host(sharding) for device in sharding.addressable_devices}
 
 
-def _within(box: Box, part: Box) -> Box:
-    return Box((low + start, low + stop) for (low, _), (start, stop) in zip(box, part, strict=True))
+def _batch(checkpoint: Checkpoint, limits: RequestLimits, parts: Sequence[LeafPart], *, leaves_host: bool) -> Batch:
+    blocks = tuple([block for part in parts if not part.mapped for block in part.blocks])
+    plan = checkpoint.transfer(blocks, limits)
+    return Batch(tuple(parts), blocks, plan, direct_offsets(plan, checkpoint.store), leaves_host)
 
 
-def groups_in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
-    """Return the positions of `targets`, in one group those that are made of the same tensors.
+def _nbytes(parts: Iterable[LeafPart]) -> int:
+    return sum([part.nbytes for part in parts])
+
+
+def _whole(number: int, target: Target) -> LeafPart:
+    return LeafPart(number, tuple([target.block(box) for box in target.local_boxes()]))
+
+
+def _groups(checkpoint: Checkpoint, parts: Sequence[LeafPart], most: int) -> list[list[LeafPart]]:
+    """Return parts that read the same tensors together, if they have at most `most` bytes.
 
     Groups are in the order of the files, so that a disk reads forward and each batch is one stretch of it.
     """
-    groups = by_tensors([target.view for target in targets])
+    tensors = [tuple({name: None for block in part.blocks for name in block.view.tensors}) for part in parts]
+    groups: list[list[int]] = []
+    for group in by_tensors(tensors):
+        together = _nbytes(parts[number] for number in group) <= most
+        groups += [group] if together else [[number] for number in group]
 
-    def begin(group: list[int]) -> tuple[int, int]:
-        names = [name for at in group for name in targets[at].view.tensors]
-        if len(names) == 1:  # as most groups of a model with many tensors
-            return checkpoint.location(names[0])[:2]
-        return min([checkpoint.location(name)[:2] for name in names], default=(0, 0))
+    def begin(group: Sequence[int]) -> tuple[int, int]:
+        return min([checkpoint.location(name)[:2] for number in group for name in tensors[number]], default=(0, 0))
 
-    return sorted(groups, key=begin)
+    return [[parts[number] for number in group] for group in sorted(groups, key=begin)]
+
+
+def _parts(checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[int], most: int) -> list[LeafPart]:
+    """Return parts of at most `most` bytes, if devices can put them together, of all targets that leave the host."""
+    leaving = [targets[number] for number in numbers]
+    ways = ways_of(checkpoint, leaving, [target.local_boxes() for target in leaving])
+    parts: list[LeafPart] = []
+    for number, target, way in zip(numbers, leaving, ways, strict=True):
+        whole = [_packed(number, packed) for packed in way.packed] or [_whole(number, target)]
+        if max([part.nbytes for part in whole]) <= max(most, _LEAST_CUT_BYTES) or not can_assemble(
+            target.sharding, target.shape, target.dtype
+        ):
+            parts += whole
+            continue
+        limit = max(most // _PARTS, _LEAST_CUT_BYTES) * target.local_nbytes // _nbytes(whole)
+        for cut in _cuts(target, limit):
+            packed = packed_bytes(checkpoint, target, target.local_boxes(), cut) if way.packed else ""
+            if isinstance(packed, str):
+                parts.append(_cut(number, target, cut))
+            else:
+                parts += [_packed(number, each) for each in packed]
+    return parts
+
+
+def _packed(number: int, packed: Packed) -> LeafPart:
+    blocks = tuple([block for blocks in packed.blocks for block in blocks])
+    return LeafPart(number, blocks, packed.recipe, packed.starts, packed.orders)
+
+
+def _cuts(target: Target, nbytes: int) -> Iterator[Box]:
+    """Yield boxes that make up a shard, in the order of storage; in all shards, each has at most `nbytes`."""
+    boxes = target.local_boxes()
+    shape, order = boxes[0].shape, storage_order(target.view)
+    tile = tile_shape(shape, (1,) * len(shape), order, nbytes // (len(boxes) * target.dtype.itemsize))
+    yield from tiles(shape, tile, order)
+
+
+def _cut(number: int, target: Target, cut: Box) -> LeafPart:
+    """Return a part of every shard of a target that the host makes, and that devices put in its place."""
+    boxes = target.local_boxes()
+    shape = boxes[0].shape
+    strides = row_major(shape)
+    modes = tuple(zip(cut.shape, row_major(cut.shape), strides, strict=True))
+    move = move_of(Copy(0, 0, tuple([mode for mode in modes if mode[0] > 1])), shape)
+    assert move is not None
+    start = move.start(sum([at * stride for at, stride in zip(cut.start, strides, strict=True)]))
+    assert start is not None
+    blocks = tuple([target.block(box.inside(cut)) for box in boxes])
+    recipe = Recipe(target.dtype, (), move, shape, target.dtype)
+    return LeafPart(number, blocks, recipe, (start,) * len(boxes), (None,) * len(boxes))
+
+
+def _places(checkpoint: Checkpoint, target: Target, part: LeafPart) -> tuple[tuple[int, int], ...]:
+    """Return where each block of a part lies as in memory; nothing unless all do, and arrays can alias them."""
+    places = [_place(block, checkpoint.location) for block in part.blocks if target.kind is jax.Array]
+    return () if None in places else tuple([place for place in places if place is not None])
+
+
+def _place(block: Block, locate: Callable[[str], Location]) -> tuple[int, int] | None:
+    """Return the file and the offset at which a block lies as it is in memory, aligned; None if it lies nowhere so."""
+    copies = block.view.copies(block.box, block.shape)
+    if len(copies) != 1:
+        return None
+    ((name, copy, ops),) = copies
+    if name is None or copy.elements != prod(block.shape) or not keeps_order(copy):
+        return None
+    location = locate(name)
+    if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
+        return None
+    runs = source_runs(copy, block.dtype.itemsize)
+    begin = location.begin + runs.begin
+    return None if runs.modes or begin % ALIGNMENT else (location.file, begin)

@@ -60,6 +60,18 @@ class LeafReads(OverRead):
 
 
 @dataclass(frozen=True)
+class LeavesByWay:
+    """The leaves that are made of stored bytes in the same way, as `reordered on the device`.
+
+    `nbytes` are those of the whole leaves. A way on the host says why devices do not do it, if they are no CPUs.
+    """
+
+    way: str
+    num_arrays: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class RestorePlan:
     """What a restore will cost.
 
@@ -82,6 +94,8 @@ class RestorePlan:
       over_reads: the leaves of which these read more than 1.1 times the needed bytes, the most wasteful first.
       most_requests: the leaves that make at least a tenth of their requests, those with the most first, if a process
         makes more than 1,000 on average, for less than 1 MiB each.
+      ways: how leaves are made of stored bytes, on the first process: the way of most bytes first. The devices of an
+        abstract mesh count as GPUs unless its `abstract_device` is a TPU.
       open_requests: what each process requests to open the checkpoint, before any of its `num_requests`: the listing,
         the index and the headers.
     """
@@ -95,6 +109,7 @@ class RestorePlan:
     processes: tuple[ProcessCost, ...]
     over_reads: tuple[LeafReads, ...]
     most_requests: tuple[LeafReads, ...]
+    ways: tuple[LeavesByWay, ...]
     open_requests: int = 0
 
     def to_json(self) -> str:

@@ -25,6 +25,7 @@ from orbax_safetensors.restore.cost import (
     REPORTED_REQUESTS,
     SHORT_REQUEST_BYTES,
     LeafReads,
+    LeavesByWay,
     ProcessCost,
     RestorePlan,
     ShardSize,
@@ -32,6 +33,7 @@ from orbax_safetensors.restore.cost import (
 from orbax_safetensors.restore.request import Partial, RestoreRequest
 from orbax_safetensors.restore.run import match_through_family
 from orbax_safetensors.restore.target import Target
+from orbax_safetensors.restore.ways import ways_of
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import RequestLimits
@@ -164,6 +166,7 @@ class PlannedRestore:
             most_requests=tuple(
                 sorted((leaf for leaf in leaves if leaf.num_requests >= least), key=lambda leaf: -leaf.num_requests)
             ),
+            ways=self._ways(),
             open_requests=self.checkpoint.open_requests,
         )
 
@@ -179,6 +182,15 @@ class PlannedRestore:
                 known[form] = advice.cheaper_shardings(target, self._reads)
             out[leaf.name] = known[form]
         return out
+
+    def _ways(self) -> tuple[LeavesByWay, ...]:
+        """Return how leaves are made of stored bytes on the first process."""
+        boxes = [held.distinct[self.looked_at[0]] for held in self._held_boxes]
+        num_arrays, nbytes = Counter[str](), Counter[str]()
+        for target, way in zip(self.targets, map(str, ways_of(self.checkpoint, self.targets, boxes)), strict=True):
+            num_arrays[way] += 1
+            nbytes[way] += prod(target.shape) * target.dtype.itemsize
+        return tuple([LeavesByWay(way, num_arrays[way], nbytes[way]) for way, _ in nbytes.most_common()])
 
     @cached_property
     def _held_boxes(self) -> list[_Boxes]:

@@ -6,7 +6,7 @@ the network and there are many replicas. All processes agree that none has faile
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -22,7 +22,6 @@ from orbax_safetensors.devices.agreement import new_key, reaching_others, togeth
 from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import device_owners
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.restore.fill import Filling
 from orbax_safetensors.restore.target import Target
 
 # Replicas are told apart along the first axis of the mesh, and the first of them reads: Orbax's defaults.
@@ -30,8 +29,8 @@ _REPLICA_AXIS = 0
 _SOURCE = 0
 
 
-def fill_and_broadcast(filling: Filling, targets: Sequence[Target]) -> list[Any]:
-    """Fill targets as `Filling.fill` does, except that one replica reads and broadcasts those with `broadcast`.
+def fill_and_broadcast(fill: Callable[[Sequence[Target]], list[Any]], targets: Sequence[Target]) -> list[Any]:
+    """Return what `fill` returns of targets, except that one replica reads and broadcasts those with `broadcast`.
 
     Every process passes the same targets. Raises `TensorMismatchError` if such a target is not sharded over a mesh, and
     `StorageError` if another process fails.
@@ -40,7 +39,7 @@ def fill_and_broadcast(filling: Filling, targets: Sequence[Target]) -> list[Any]
     reading = [readers(target, None) for target in targets]
     spread = [at for at, among in enumerate(reading) if among is not None]
     if not spread:
-        return filling.fill(targets)
+        return fill(targets)
 
     def read() -> list[Any]:
         here = [at for at, among in enumerate(reading) if among is None or process in among]
@@ -48,9 +47,7 @@ def fill_and_broadcast(filling: Filling, targets: Sequence[Target]) -> list[Any]
             targets[at] if reading[at] is None else replace(targets[at], sharding=_on_this_replica(targets[at]))
             for at in here
         ]
-        values_here = dict(zip(here, filling.fill(read_here), strict=True))
-        # Other processes are about to receive them.
-        filling.check()
+        values_here = dict(zip(here, fill(read_here), strict=True))
         return [values_here.get(at) for at in range(len(targets))]
 
     meshes = [cast(NamedSharding, targets[at].sharding).mesh for at in spread]

@@ -17,13 +17,14 @@ from orbax_safetensors.checkpoint.one_state import of_one_state, unless_changed
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.arrays import explicit_transfers
+from orbax_safetensors.devices.sharding import no_mesh
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.restore import replicas
 from orbax_safetensors.restore.coordination import all_or_none, at_one_commit, restore_key
-from orbax_safetensors.restore.fill import filling
 from orbax_safetensors.restore.match import Matched, assign_devices, match
+from orbax_safetensors.restore.pipeline import fill
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.restore.sharding_choice import choose_shardings
@@ -51,10 +52,11 @@ def restore(request: RestoreRequest) -> Any:
         prepared = all_or_none(key, partial(_prepared, request, key), timeout_secs=options.join_timeout_secs)
     checkpoint, matched, checksums = prepared
     targets = matched.targets
-    with unless_changed(checkpoint), filling(checkpoint, targets, checksums, options) as under_way:
+    with unless_changed(checkpoint), no_mesh():
         if any(target.broadcast for target in targets):
-            return matched.tree(replicas.fill_and_broadcast(under_way, targets))
-        return matched.tree(under_way.fill(targets))
+            read = partial(fill, checkpoint, checksums=checksums, options=options)
+            return matched.tree(replicas.fill_and_broadcast(read, targets))
+        return matched.tree(fill(checkpoint, targets, checksums=checksums, options=options))
 
 
 class Prepared(NamedTuple):

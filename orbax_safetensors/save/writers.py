@@ -26,7 +26,7 @@ Holders = Callable[[Leaf], Mapping[Box, tuple[int, ...]]]  # the processes that 
 
 def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
     """Return groups of leaves of the same tensors, whose runs in the files are longer if written together."""
-    return [[leaves[at] for at in group] for group in by_tensors([leaf.view for leaf in leaves])]
+    return [[leaves[at] for at in group] for group in by_tensors([leaf.view.tensors for leaf in leaves])]
 
 
 def holders_of(

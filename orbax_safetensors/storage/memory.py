@@ -87,6 +87,18 @@ class Taken(NamedTuple):
     end: int
 
 
+def laid_out(sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> tuple[list[int], int]:
+    """Return where buffers of `sizes` bytes begin in memory that begins with a page, and how many bytes all pages have.
+
+    `offsets` are as for `allocate`.
+    """
+    begins, end = [], 0
+    for number, size in enumerate(sizes):
+        begins.append(_begin_after(end, size, offsets.get(number) if offsets else None))
+        end = begins[-1] + size
+    return begins, -(-end // PAGE_BYTES) * PAGE_BYTES
+
+
 class Pool:
     """Buffers cut from one arena, at the lowest place that is free.
 
@@ -104,11 +116,7 @@ class Pool:
 
         `offsets` are as for `allocate`. Buffers that need more than the whole pool are fresh memory, one lot at a time.
         """
-        begins, end = [], 0
-        for number, size in enumerate(sizes):
-            begins.append(_begin_after(end, size, offsets.get(number) if offsets else None))
-            end = begins[-1] + size
-        nbytes = -(-end // PAGE_BYTES) * PAGE_BYTES  # buffers then lie in pages as laid out
+        begins, nbytes = laid_out(sizes, offsets)
         if nbytes > self._arena.nbytes:
             if self._taken:
                 return None

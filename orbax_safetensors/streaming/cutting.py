@@ -156,4 +156,4 @@ def _boxes(
 def interleaved(views: Mapping[str, View]) -> list[tuple[str, ...]]:
     """Return the names of views in groups that are made of the same tensors, in their order."""
     names = list(views)
-    return [tuple(names[at] for at in group) for group in by_tensors(list(views.values()))]
+    return [tuple(names[at] for at in group) for group in by_tensors([view.tensors for view in views.values()])]

@@ -3,7 +3,7 @@
 import math
 import tempfile
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import jax
@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.devices import arrays, staging
 from orbax_safetensors.devices.sharding import local_boxes
+from orbax_safetensors.devices.staging import Kind
 from orbax_safetensors.mapping import Family, tensor
-from orbax_safetensors.restore import batches, fill
-from orbax_safetensors.restore.in_flight import InFlight
+from orbax_safetensors.restore import batches, pipeline
 from orbax_safetensors.storage import memory
 from orbax_safetensors.storage.memory import PAGE_BYTES
 from tests.support.accelerator import accelerator
@@ -37,9 +37,9 @@ DTYPES = {
         bool: [bool],
         np.int8: [np.int8, np.int32, np.float32],
         np.uint16: [np.uint16],
-        np.float32: [np.float32],
+        np.float32: [np.float32, ml_dtypes.bfloat16],
         np.int32: [np.int32],
-        ml_dtypes.bfloat16: [ml_dtypes.bfloat16],
+        ml_dtypes.bfloat16: [ml_dtypes.bfloat16, np.float32],
         ml_dtypes.float8_e4m3fn: [ml_dtypes.float8_e4m3fn],
     }.items()
 }
@@ -65,7 +65,8 @@ def fitted(array, shape, dtype):
     """`array` with zeros at the ends, or cut there."""
     out = np.zeros(shape, dtype)
     common = tuple(slice(min(sizes)) for sizes in zip(shape, array.shape, strict=True))
-    out[common] = array[common].astype(dtype)
+    with np.errstate(all="ignore"):
+        out[common] = array[common].astype(dtype)
     return out
 
 
@@ -76,9 +77,10 @@ def fitted(array, shape, dtype):
     st.sampled_from([1, 256, 10**6]),
     st.sampled_from([1, 3]),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 2**16),
 )
-def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, pinned, seed):
+def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, pinned, with_programs, seed):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), tuple(AXES))
     leaves, tensors, args, expected = {}, {}, {}, {}
     for number in range(data.draw(st.integers(1, 4))):
@@ -97,7 +99,7 @@ def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, pinned,
     options = ost.SafetensorsOptions(in_flight_bytes=in_flight_bytes, threads=threads)
     with tempfile.TemporaryDirectory() as directory:
         write(Path(directory) / "model.safetensors", odd | tensors)
-        with accelerator(arrival, seed=seed, pinned=pinned) as device:
+        with accelerator(arrival, seed=seed, pinned=pinned, programs=with_programs) as device:
             restored = ost.SafetensorsHandler(family=family, options=options).restore(
                 Path(directory), ost.SafetensorsRestore(restore_args=args, partial_restore=True)
             )
@@ -118,7 +120,7 @@ def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, 
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return arrays.assemble(*args)
 
-    monkeypatch.setattr(fill, "assemble", assemble)
+    monkeypatch.setattr(pipeline, "assemble", assemble)
     with accelerator() as device:
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             ost.load(tmp_path, NamedSharding(mesh, spec))
@@ -158,7 +160,7 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
     # A program of the caller's may run on other devices.
     others = Mesh(np.array(jax.devices()[:2]), ("z",))
     with (
-        accelerator("random", max_bytes=2048 + 1, pinned=pinned) as device,
+        accelerator("random", max_bytes=1024 + 1, pinned=pinned) as device,
         jax.set_mesh(others) if turned else nullcontext(),
     ):
         restored = ost.load(tmp_path, target, family=family, options=options)
@@ -173,7 +175,7 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
 
 def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh, monkeypatch):
     # As leaves in a layout of the caller's, or of complex elements.
-    monkeypatch.setattr(batches, "can_grow", lambda *_: False)
+    monkeypatch.setattr(batches, "can_assemble", lambda *_: False)
     write(tmp_path / "model.safetensors", {f"w{number}": np.ones((512, 96), np.float32) for number in range(8)})
     made, most = [], 0
     allocate = memory.allocate
@@ -193,74 +195,67 @@ def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh
     assert most <= 2
 
 
-@pytest.mark.parametrize("left", [True, False], ids=["pinned", "no pinned memory left"])
-def test_a_gpu_takes_all_bytes_from_little_pinned_memory(tmp_path, mesh, monkeypatch, left):
+def test_a_gpu_fetches_all_bytes_from_one_registered_region(tmp_path, mesh, monkeypatch):
     stored = {f"w{number:02}": np.full((64, 64), number, np.float32) for number in range(40)}
     write(tmp_path / "model.safetensors", stored)
-    pinned, arenas, outside, batches_sent = [], [], [], []
-    put, real_send = jax.device_put, InFlight.send
+    regions, outside, handed_over = [], [], []
 
-    def device_put(array, sharding):
-        if not left:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
-        pinned.append(put(array, sharding))
-        return pinned[-1]
+    def memory_of(kind, devices, nbytes, threads):
+        @contextmanager
+        def staging_memory():
+            with real(kind, devices, nbytes, threads) as memory:
+                regions.append(memory)
+                yield memory
 
-    def arena(device, nbytes):
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "device_put", device_put)
-            arenas.append(staging.pinned_arena(device, nbytes))
-        return arenas[-1]
+        assert kind is Kind.REGISTERED
+        return staging_memory()
 
     def assemble(sharding, shape, dtype, shards):
-        outside.extend(shard for shard in shards.values() if not np.may_share_memory(shard, arenas[0]))
+        outside.extend(shard for shard in shards.values() if not np.may_share_memory(shard, regions[0]))
+        handed_over.append(shards)
         return arrays.assemble(sharding, shape, dtype, shards)
 
-    def send(in_flight, batch):
-        batches_sent.append(batch)
-        real_send(in_flight, batch)
-
-    monkeypatch.setattr(InFlight, "send", send)
-    monkeypatch.setattr(fill, "pinned_arena", arena)
-    monkeypatch.setattr(fill, "assemble", assemble)
+    real = pipeline.staging_memory
+    monkeypatch.setattr(pipeline, "staging_memory", memory_of)
+    monkeypatch.setattr(pipeline, "assemble", assemble)
     with accelerator("random", pinned=True) as device:
         restored = ost.load(
             tmp_path, NamedSharding(mesh, P("x")), options=ost.SafetensorsOptions(in_flight_bytes=2**17)
         )
-    (memory,) = arenas
-    assert memory.ctypes.data % PAGE_BYTES == 0
+    (memory,) = regions
+    assert device.num_regions == 1
     assert 2**17 <= memory.nbytes <= 2**18
+    assert len(handed_over) == 40
     assert not outside
-    assert [array.sharding.memory_kind for array in pinned] == ["pinned_host"] * left
-    assert device.most_bytes <= 4 * 2**17  # of four devices that hold the same
-    assert len(batches_sent) == 40  # one can be read while others leave
+    assert device.most_bytes <= 4 * 2**18  # of four devices that hold the same
     for name, array in stored.items():
         assert_same_bits(restored[name], array)
 
 
-@pytest.mark.parametrize("fetches", [lambda device: False, lambda device: device.id != 3], ids=["none", "all but one"])
-def test_only_gpus_take_bytes_from_pinned_memory(tmp_path, mesh, monkeypatch, fetches):
-    write(tmp_path / "model.safetensors", {"w": np.arange(8, dtype=np.float32)})
-    monkeypatch.setattr(fill, "pinned_arena", lambda *_: pytest.fail("pinned"))
-    with accelerator():
-        monkeypatch.setattr(fill, "fetches_pinned", fetches)
-        assert_same_bits(ost.load(tmp_path, NamedSharding(mesh, P()))["w"], np.arange(8, dtype=np.float32))
-
-
 @pytest.fixture
 def asked(monkeypatch):
-    """The devices and the sizes of the pinned memory that restores have asked for."""
+    """The kinds, the devices and the sizes of the memory that restores have asked for."""
     asked = []
+    real = pipeline.staging_memory
 
-    def arena(device, nbytes):
-        asked.append((device.id, nbytes))
-        return memory.arena_of(nbytes)
+    def staging_memory(kind, devices, nbytes, threads):
+        asked.append((kind, {device.id for device in devices}, nbytes))
+        return real(kind, devices, nbytes, threads)
 
-    monkeypatch.setattr(fill, "pinned_arena", arena)
+    monkeypatch.setattr(pipeline, "staging_memory", staging_memory)
     return asked
 
 
-def test_pinned_memory_is_for_what_gpus_take(tmp_path, monkeypatch, asked):
+@pytest.mark.parametrize("fetches", [lambda device: False, lambda device: device.id != 3], ids=["none", "all but one"])
+def test_only_gpus_fetch_from_registered_memory(tmp_path, mesh, monkeypatch, asked, fetches):
+    write(tmp_path / "model.safetensors", {"w": np.arange(8, dtype=np.float32)})
+    with accelerator(), monkeypatch.context() as patch:
+        patch.setattr(staging, "fetches_pinned", fetches)
+        assert_same_bits(ost.load(tmp_path, NamedSharding(mesh, P()))["w"], np.arange(8, dtype=np.float32))
+    assert [kind for kind, _, _ in asked] == [Kind.ORDINARY]
+
+
+def test_memory_is_for_what_leaves_the_host(tmp_path, monkeypatch, asked):
     """Not for leaves on CPU devices or of NumPy, which are longer here."""
     stored = {
         "gpu": np.ones(4, np.float32),
@@ -270,22 +265,21 @@ def test_pinned_memory_is_for_what_gpus_take(tmp_path, monkeypatch, asked):
     write(tmp_path / "model.safetensors", stored)
     cpu, gpu = jax.devices()[:2]
     monkeypatch.setattr(arrays, "is_cpu", lambda device: device == cpu)
-    monkeypatch.setattr(fill, "fetches_pinned", lambda device: device != cpu)
     shardings = {"gpu": SingleDeviceSharding(gpu), "cpu": SingleDeviceSharding(cpu)}
     target = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings.get(name))
         for name, array in stored.items()
     }
     restored = ost.load(tmp_path, target)
-    ((device, nbytes),) = asked
-    assert device == gpu.id
+    ((_, devices, nbytes),) = asked
+    assert devices == {gpu.id}
     assert nbytes < 10**5
     assert isinstance(restored["numpy"], np.ndarray)
     for name, array in stored.items():
         assert_same_bits(restored[name], array)
 
 
-def test_many_short_leaves_fit_in_the_pinned_memory(tmp_path, mesh, monkeypatch, asked):
+def test_many_short_leaves_fit_in_the_memory(tmp_path, mesh, monkeypatch, asked):
     stored = {f"b{number}": np.full(3, number % 100, np.int8) for number in range(1000)}
     write(tmp_path / "model.safetensors", stored)
     monkeypatch.setattr(memory, "allocate", lambda *_: pytest.fail("allocated"))
@@ -295,16 +289,18 @@ def test_many_short_leaves_fit_in_the_pinned_memory(tmp_path, mesh, monkeypatch,
     assert_same_bits(restored["b999"], stored["b999"])
 
 
-def test_there_is_a_most_of_pinned_memory_and_a_power_of_two_has_room_for_it(tmp_path, mesh, monkeypatch, asked):
-    stored = {f"w{number}": np.full(1000, number, np.float32) for number in range(100)}
+@pytest.mark.parametrize("kind", Kind)
+def test_memory_has_room_for_the_longest_leaf_or_for_as_much_as_may_be(tmp_path, mesh, monkeypatch, asked, kind):
+    monkeypatch.setattr(batches, "_USUAL_BYTES", 2**16)
+    monkeypatch.setattr(batches, "_LEAST_CUT_BYTES", 0)
+    monkeypatch.setitem(staging._MOST_BYTES, Kind.PINNED, 2**18)
+    monkeypatch.setitem(staging._MOST_BYTES, Kind.ORDINARY, 2**17)
+    stored = {f"w{number}": np.full(1000 + 65_000 * (number == 7), number, np.float32) for number in range(100)}
     write(tmp_path / "model.safetensors", stored)
-    for most in (2**16, fill._PINNED_BYTES):
-        monkeypatch.setattr(fill, "_PINNED_BYTES", most)
-        with accelerator("random", pinned=True):
-            restored = ost.load(tmp_path, NamedSharding(mesh, P()))
-        for name, array in stored.items():
-            assert_same_bits(restored[name], array)
-    (_, least), (_, nbytes) = asked
-    assert 2**16 <= least <= 2**16 + 16 * PAGE_BYTES
-    assert 400_000 <= nbytes <= 400_000 + 50_000 + 16 * PAGE_BYTES
-    assert fill._PINNED_BYTES + (least - 2**16) + PAGE_BYTES <= 2**29
+    with accelerator("random", pinned=True), monkeypatch.context() as patch:
+        patch.setattr(pipeline, "kind_for", lambda devices: kind)
+        restored = ost.load(tmp_path, NamedSharding(mesh, P()), options=ost.SafetensorsOptions(threads=1))
+    for name, array in stored.items():
+        assert_same_bits(restored[name], array)
+    ((_, _, nbytes),) = asked
+    assert nbytes <= min(staging._MOST_BYTES[kind], 700_000) + 16 * PAGE_BYTES

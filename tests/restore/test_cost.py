@@ -16,7 +16,7 @@ def plan(*processes):
     costs = tuple(
         ProcessCost(number, nbytes, nbytes, requests, 0, 0, ()) for number, (nbytes, requests) in enumerate(processes)
     )
-    return RestorePlan(0, 0, 0, ShardSize(0, 0), ShardSize(0, 0), len(costs), costs, (), ())
+    return RestorePlan(0, 0, 0, ShardSize(0, 0), ShardSize(0, 0), len(costs), costs, (), (), ())
 
 
 def simulated(requests, request_bytes, bandwidth, latency, streams):

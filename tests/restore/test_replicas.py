@@ -1,8 +1,6 @@
 """Broadcasts of what one replica has read; here all replicas are devices of this process."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import numpy as np
@@ -47,7 +45,7 @@ def broadcast(monkeypatch):
                 return [jax.make_array_from_callback(host.shape, read.sharding, lambda index: host[index])]
 
         with jax.transfer_guard_host_to_device("disallow_explicit"):
-            (made,) = replicas.fill_and_broadcast(SimpleNamespace(fill=fill, check=mock.Mock()), [wanted])
+            (made,) = replicas.fill_and_broadcast(fill, [wanted])
         return made
 
     return broadcast

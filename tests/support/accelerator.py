@@ -5,7 +5,7 @@ bytes follow as late as possible, when somebody waits for the array, or at a ran
 source must keep its bytes, as a GPU's runtime may read it at any time.
 
 JAX lets programs, and whatever else reads an array, wait for its transfer. Here, those in a restore wait when they take
-an array apart or put it together in another module than `devices.arrays`, and so does the program of `devices.growing`;
+an array apart or put it together in another module than `devices.arrays`, and so do the programs of `devices.assembly`;
 another program would read garbage.
 """
 
@@ -27,7 +27,8 @@ import jax
 import numpy as np
 import pytest
 
-from orbax_safetensors.devices import growing
+from orbax_safetensors.devices import assembly, staging
+from orbax_safetensors.restore import pipeline, ways
 from orbax_safetensors.storage.memory import Pool, Taken
 from orbax_safetensors.transfer.reader import Reader
 
@@ -81,11 +82,12 @@ class _Transfer:
 class Accelerator:
     """What the devices are doing: `problems` says what the package did wrong.
 
-    `num_transfers` counts sources, and `most_bytes` is the most that were under way at once.
+    `num_transfers` counts sources, `num_regions` memory that was registered and let go, and `most_bytes` is the most
+    that was under way at once.
     """
 
     def __init__(self, arrival: Literal["late", "random"], seed: int, max_bytes: int) -> None:
-        self.num_transfers = self.most_bytes = 0
+        self.num_transfers = self.most_bytes = self.num_regions = 0
         self.problems: list[str] = []
         self._max_bytes = max_bytes
         self._pending: dict[int, _Transfer] = {}  # by the address of each shard
@@ -94,6 +96,7 @@ class Accelerator:
         self._checked_early = False
         self._delays = random.Random(seed)
         self._threads = ThreadPoolExecutor(2, "device") if arrival == "random" else None
+        self._regions: list[np.ndarray] = []
 
     def hand_over(self, make: _Make) -> Any:
         transfer = _Transfer(make)
@@ -133,6 +136,19 @@ class Accelerator:
                     f"{buffer.nbytes} bytes of memory were given back before their transfer was complete"
                 )
             buffer[...] = _POISON
+
+    @contextlib.contextmanager
+    def registered(self, memory: np.ndarray, devices: object) -> Iterator[None]:
+        """Let devices fetch from memory by themselves, until nothing reads it any more."""
+        self._regions.append(memory)
+        try:
+            yield
+        finally:
+            self.num_regions += 1
+            self._regions = [other for other in self._regions if other is not memory]
+            read = [source for transfer in self._under_way() for source in transfer.sources]
+            if any(np.may_share_memory(memory, source) for source in read):
+                self.problems.append("memory was let go while a device fetched from it")
 
     def begin_restore(self) -> None:
         with self._lock:
@@ -192,11 +208,12 @@ def accelerator(
     seed: int = 0,
     max_bytes: int = MAX_TRANSFER_BYTES,
     pinned: bool = False,
+    programs: bool = True,
 ) -> Iterator[Accelerator]:
     """Make all devices accelerators, and fail if the package lets go of memory before they are done with it.
 
     It has to wait for all transfers before it checks files for changes and closes them. With `pinned`, they are GPUs,
-    which take bytes from pinned memory.
+    which fetch from memory that is registered. With `programs`, they make all leaves that they can make; without, none.
     """
     device = Accelerator(arrival, seed, max_bytes)
     device_put, from_callback, of_shards, wait = (
@@ -240,18 +257,24 @@ def accelerator(
 
         return run
 
-    def writing(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def write(shards: jax.Array, part: jax.Array, start: np.ndarray) -> jax.Array:
-            device.wait(part)
-            return run(shards, part, start)
+    def compiled(*key: Any) -> Callable[..., jax.Array]:
+        program = compile_(*key)
 
-        return write
+        def run(*arrays: jax.Array) -> jax.Array:
+            device.wait(arrays)
+            return program(*arrays)
+
+        return run
 
     def given_back(pool: Pool, taken: Taken) -> None:
         device.poison(taken.buffers)
         give_back(pool, taken)
 
-    program, give_back, shard_data = growing._program, Pool.give_back, jax.Shard.data.fget
+    def kind_for(devices: Any) -> staging.Kind:
+        kind = staging.kind_for(devices)
+        return staging.Kind.REGISTERED if kind is staging.Kind.PINNED else kind  # clients of CPUs register nothing
+
+    compile_, give_back, shard_data = assembly._compiled, Pool.give_back, jax.Shard.data.fget
     make, close, check = Reader.__init__, Reader.close, Reader.check
 
     def made(reader: Reader, *args: Any) -> None:
@@ -268,7 +291,10 @@ def accelerator(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{_SEAM}.is_cpu", lambda device: False)
-        patch.setattr("orbax_safetensors.restore.fill.fetches_pinned", lambda device: pinned)
+        patch.setattr(staging, "fetches_pinned", lambda device: pinned)
+        patch.setattr(staging, "_registered", device.registered)
+        patch.setattr(pipeline, "kind_for", kind_for)
+        patch.setattr(ways, "_LEAST_PROGRAM_BYTES", 0 if programs else math.inf)
         patch.setattr(jax, "device_put", put)
         patch.setattr(jax, "make_array_from_callback", callback)
         patch.setattr(jax, "make_array_from_single_device_arrays", put_together)
@@ -277,7 +303,7 @@ def accelerator(
         patch.setattr(_Array, "block_until_ready", waiting(_block_until_ready))
         patch.setattr(_Array, "__array__", waiting(_as_numpy))
         patch.setattr(_Array, "is_ready", lambda array: device.is_ready(array) and _is_ready(array))
-        patch.setattr(growing, "_program", lambda mesh: writing(program(mesh)))
+        patch.setattr(assembly, "_compiled", compiled)
         patch.setattr(Pool, "give_back", given_back)
         patch.setattr(Reader, "__init__", made)
         patch.setattr(Reader, "close", closed)
