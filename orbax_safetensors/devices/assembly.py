@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.devices.arrays import explicit_transfers, side_by_side
 from orbax_safetensors.devices.bits import bit_width
-from orbax_safetensors.devices.program import MAX_SIZE, Recipe, Zeros
+from orbax_safetensors.devices.program import MAX_SIZE, Elements, Recipe, Zeros
 from orbax_safetensors.devices.settings import own_settings
-from orbax_safetensors.devices.sharding import box_of, local_boxes, no_mesh
+from orbax_safetensors.devices.sharding import box_of, local_boxes
 from orbax_safetensors.storage.interrupts import to_the_end
 from orbax_safetensors.storage.threads import Threads
 
@@ -45,10 +45,11 @@ class Programs:
         """Begin to compile what an array of this sharding needs for `recipe`, unless that has begun."""
         devices = _devices(sharding)
         self._begin(recipe, devices)
-        if recipe.writes:
-            self._begin(Zeros(recipe.shape, recipe.dtype), devices)
+        if not recipe.move.fills:
+            for kind in (Zeros, Elements):
+                self._begin(kind(recipe.shape, recipe.dtype), devices)
 
-    def get(self, recipe: Recipe | Zeros, devices: tuple[Any, ...]) -> _Program:
+    def get(self, recipe: Elements | Recipe | Zeros, devices: tuple[Any, ...]) -> _Program:
         """Return a program for an array on `devices`; wait until it is compiled, or raise why it cannot be."""
         return self._begin(recipe, devices).result()
 
@@ -56,7 +57,7 @@ class Programs:
         """Wait for what is being compiled, and give up the rest."""
         to_the_end(partial(self._threads.shutdown, cancel_futures=True))
 
-    def _begin(self, recipe: Recipe | Zeros, devices: tuple[Any, ...]) -> Future[_Program]:
+    def _begin(self, recipe: Elements | Recipe | Zeros, devices: tuple[Any, ...]) -> Future[_Program]:
         key = recipe, devices
         if key not in self._futures:
             self._futures[key] = self._threads.submit(_compiled, recipe, devices)
@@ -78,7 +79,9 @@ class Assembly:
         boxes = local_boxes(sharding, shape)
         self._indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
         self._box_numbers = [boxes.index(box_of(self._indices[device], shape)) for device in self._devices]
-        self._shards: jax.Array | None = None  # one below the other, because a program runs on one array
+        # Shards lie one below the other, because a program runs on one array.
+        self._words: jax.Array | None = None
+        self._elements: jax.Array | None = None
 
     def put(
         self, recipe: Recipe, starts: Sequence[tuple[int, ...]], packed: Sequence[Sequence[np.ndarray]]
@@ -98,27 +101,30 @@ class Assembly:
                 self._send([arrays[number].view(dtype).reshape(1, *shape) for arrays in packed])
                 for number, (shape, dtype) in enumerate(recipe.inputs)
             ]
-            if recipe.writes:
+            if not recipe.move.fills:
                 begins = self._send([np.array([start], np.int32) for start in starts])
-                self._shards = program(self._begun(), begins, *sent)
+                self._words = program(self._begun(), begins, *sent)
             else:
-                self._shards = program(*sent)
+                self._elements = program(*sent)
         return sent
 
     def array(self) -> jax.Array:
         """Return the array, once all pieces are put."""
-        with own_settings():
-            shards: dict[Any, Any] = {shard.device: shard.data for shard in self._begun().addressable_shards}
+        if self._elements is None:
+            with own_settings():
+                self._elements, self._words = self._program(Elements)(self._begun()), None
+        shards: dict[Any, Any] = {shard.device: shard.data for shard in self._elements.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             self._shape, self._sharding, [shards[device] for device in self._indices], dtype=self._dtype
         )
 
     def _begun(self) -> jax.Array:
-        """Return the shards, of zeros if nothing is put yet."""
-        if self._shards is None:
-            zeros = Zeros(self._sharding.shard_shape(self._shape), self._dtype)
-            self._shards = self._programs.get(zeros, self._devices)()
-        return self._shards
+        """Return the words of the shards, zeros if nothing is put yet."""
+        return self._program(Zeros)() if self._words is None else self._words
+
+    def _program(self, kind: type[Elements] | type[Zeros]) -> _Program:
+        shape = self._sharding.shard_shape(self._shape)
+        return self._programs.get(kind(shape, self._dtype), self._devices)
 
     def _send(self, by_box: Sequence[np.ndarray]) -> jax.Array:
         return side_by_side(self._by_device, [by_box[number] for number in self._box_numbers])
@@ -138,7 +144,7 @@ def _by_device(devices: tuple[Any, ...]) -> NamedSharding:
 
 # Each of a model's kinds of leaves has one or two.
 @lru_cache(maxsize=2**10)
-def _compiled(recipe: Recipe | Zeros, devices: tuple[Any, ...]) -> _Program:
+def _compiled(recipe: Elements | Recipe | Zeros, devices: tuple[Any, ...]) -> _Program:
     by_device = _by_device(devices)
 
     def stacked(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -148,8 +154,8 @@ def _compiled(recipe: Recipe | Zeros, devices: tuple[Any, ...]) -> _Program:
         shards, inputs = arrays[: len(donated)], arrays[len(donated) :]
         return recipe.make(*shards, *[array.reshape(array.shape[1:]) for array in inputs])
 
-    with no_mesh(), own_settings(), jax.enable_x64(True):  # by then, types of 64 bits are those that are named
-        donated = [stacked(recipe.shape, recipe.dtype)] if recipe.writes else []
+    with own_settings(), jax.enable_x64(True):  # what a program takes and makes has its dtype anyway
+        donated = [] if recipe.writes_to is None else [stacked(recipe.shape, recipe.writes_to)]
         inputs = [stacked((1, *shape), dtype) for shape, dtype in recipe.arguments]
         program = jax.jit(
             jax.shard_map(

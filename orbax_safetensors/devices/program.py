@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from orbax_safetensors.devices.bits import bit_width
+from orbax_safetensors.devices.bits import bit_width, is_float
 from orbax_safetensors.devices.decoding import decoded
 from orbax_safetensors.geometry.code_box import Decoding
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Ops, Scale
@@ -31,17 +31,36 @@ _TINIEST, _LARGEST = float(np.finfo(_F32).tiny), float(np.finfo(_F32).max)
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """What a program makes of nothing: a shard of zeros."""
+    """What a program makes of nothing: a shard of zeros, as words."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype  # of the leaf
+
+    arguments: ClassVar[Inputs] = ()
+    writes_to: ClassVar[None] = None
+
+    def make(self) -> jax.Array:
+        """Return the shard; JAX traces this for one device."""
+        return lax.full(self.shape, 0, words_of(self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """What a program makes of a shard of words in its place: the elements that they are."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     arguments: ClassVar[Inputs] = ()
-    writes: ClassVar[bool] = False
 
-    def make(self) -> jax.Array:
+    @property
+    def writes_to(self) -> np.dtype:
+        """See `Recipe.writes_to`."""
+        return words_of(self.dtype)
+
+    def make(self, shard: jax.Array) -> jax.Array:
         """Return the shard; JAX traces this for one device."""
-        return _as(lax.full(self.shape, 0, _moved_as(self.dtype)), self.dtype)
+        return _as(shard, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +78,45 @@ class Recipe:
         """Shape and dtype of each array of packed bytes, as a program takes them."""
         if isinstance(self.source, Decoding):
             return self.source.inputs
-        return ((self.move.sizes, _moved_as(self.source)),)
+        return ((self.move.sizes, words_of(self.source)),)
 
     @property
-    def writes(self) -> bool:
-        """Whether a program writes into a shard, instead of making one."""
-        return not self.move.fills
+    def writes_to(self) -> np.dtype | None:
+        """The dtype of the shard that a program takes and writes to; None if the move fills shards."""
+        return None if self.move.fills else words_of(self.dtype)
 
     @property
     def arguments(self) -> Inputs:
         """Shape and dtype of what a program takes beside a shard: `inputs`, and before them where it writes."""
         start = ((len(self.move.into),), np.dtype(np.int32))
-        return (start, *self.inputs) if self.writes else self.inputs
+        return self.inputs if self.move.fills else (start, *self.inputs)
 
     def make(self, *arrays: jax.Array) -> jax.Array:
-        """Return the shard; JAX traces this for one device. If it writes, the shard comes before `arguments`."""
-        if not self.writes:
+        """Return the shard, as elements if the move fills it, or else as words; JAX traces this for one device.
+
+        Words stay words from one program to the next: between two conversions, GPUs write into a copy of the shard.
+        """
+        if self.move.fills:
             return _as(lax.reshape(self._box(arrays), self.shape), self.dtype)
         shard, start, *packed = arrays
-        array = lax.reshape(_as(shard, _moved_as(self.dtype)), self.move.into)
         begin = [start[axis] for axis in range(len(self.move.into))]
-        array = lax.dynamic_update_slice(array, self._box(packed), begin)
-        return _as(lax.reshape(array, self.shape), self.dtype)
+        array = lax.dynamic_update_slice(lax.reshape(shard, self.move.into), self._box(packed), begin)
+        return lax.reshape(array, self.shape)
 
     def _box(self, packed: Sequence[jax.Array]) -> jax.Array:
-        """Return the bits of the box."""
+        """Return the words of the box."""
         if isinstance(self.source, Decoding):
-            bits = _computed(decoded(self.source, packed), self.ops, self.dtype)
+            words = _computed(decoded(self.source, packed), self.ops, self.dtype)
         elif self.ops or self.source != self.dtype:
-            bits = _computed(_wide(packed[0], self.source), self.ops, self.dtype)
+            words = _computed(_wide(packed[0], self.source), self.ops, self.dtype)
         else:
-            (bits,) = packed
-        return lax.reshape(lax.transpose(lax.reshape(bits, self.move.sizes), self.move.order), self.move.box)
+            (words,) = packed
+        return lax.reshape(lax.transpose(lax.reshape(words, self.move.sizes), self.move.order), self.move.box)
+
+
+def words_of(dtype: np.dtype) -> np.dtype:
+    """Return the integers as which elements are moved: devices may change NaNs with payloads and subnormals."""
+    return np.dtype(f"u{dtype.itemsize}") if is_float(dtype) else dtype
 
 
 def refusal(recipe: Recipe, platform: str, lossless: bool) -> str | None:
@@ -123,7 +149,7 @@ def _inexact(recipe: Recipe) -> str | None:
             ops = (Scale(source.final), *ops)
         if any(isinstance(op, Offset) for op in ops):
             return "two operations"  # XLA multiplies constants with each other, and rounds a sum of products once
-    elif source not in _FLOATS and (source.kind not in "biu" or source.itemsize > 2):
+    elif source not in _FLOATS and (source.kind not in "iu" or source.itemsize > 2):
         return f"a cast from {source}"
     if ops and isinstance(ops[-1], Cast) and ops[-1].dtype == dtype:
         ops = ops[:-1]
@@ -149,7 +175,7 @@ def _can_lose(recipe: Recipe) -> bool:
 
 
 def _computed(values: jax.Array, ops: Ops, dtype: np.dtype) -> jax.Array:
-    """Return the bits of the results of `ops` on float32 values, rounded to `dtype`."""
+    """Return the words of the results of `ops` on float32 values, rounded to `dtype`."""
     for op in ops:
         match op:
             case Scale(factor):
@@ -168,19 +194,14 @@ def _wide(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _rounded(values: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return the bits of float32 values, rounded to `dtype` as NumPy does."""
+    """Return the words of float32 values, rounded to `dtype` as NumPy does."""
     if dtype != _BF16:
-        return _as(lax.convert_element_type(values, dtype), _moved_as(dtype))
+        return _as(lax.convert_element_type(values, dtype), words_of(dtype))
     bits = _as(values, np.dtype("u4"))
     half = lax.add(np.uint32(0x7FFF), lax.bitwise_and(lax.shift_right_logical(bits, np.uint32(16)), np.uint32(1)))
     nan = lax.bitwise_or(lax.bitwise_and(bits, np.uint32(0x80000000)), np.uint32(0x7FC00000))
     rounded = lax.select(lax.ne(values, values), nan, lax.add(bits, half))
     return lax.convert_element_type(lax.shift_right_logical(rounded, np.uint32(16)), np.uint16)
-
-
-def _moved_as(dtype: np.dtype) -> np.dtype:
-    """Return the dtype as which elements of `dtype` are moved: unsigned integers, which nothing changes on the way."""
-    return dtype if dtype.kind == "b" else np.dtype(f"u{dtype.itemsize}")
 
 
 def _as(array: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -23,16 +23,21 @@ def _program(decoding):
 
 def on_device(encoding, decoding, runs, codes, parameters):
     """Elements in the order of their codes; `parameters` are all those of the encoding."""
+    with jax.enable_x64(True):
+        elements = np.asarray(_program(decoding)(packed_inputs(encoding, decoding, runs, codes, parameters)))
+    assert elements.dtype == np.float32
+    assert elements.shape == (decoding.rows, decoding.width)
+    return elements.reshape(-1)
+
+
+def packed_inputs(encoding, decoding, runs, codes, parameters):
+    """The arrays of `decoding.inputs`, of the bytes that are read for them."""
     roles = {spread.parameter.role for spread in decoding.parameters}
     stored = [each for each, of in zip(parameters, encoding.parameters, strict=True) if of.role in roles]
     arrays = []
     for (shape, dtype), taken, data in zip(decoding.inputs, runs, [codes, *stored], strict=True):
         arrays.append(read(as_bytes(data), list(taken.pieces(0, taken.nbytes))).view(dtype).reshape(shape))
-    with jax.enable_x64(True):
-        elements = np.asarray(_program(decoding)(arrays))
-    assert elements.dtype == np.float32
-    assert elements.shape == (decoding.rows, decoding.width)
-    return elements.reshape(-1)
+    return arrays
 
 
 def on_host(encoding, codes, parameters):
