@@ -150,7 +150,7 @@ def test_views_of_models(programs, count):
 
 
 # Each is compiled for itself; `test_program` has all dtypes.
-@pytest.mark.parametrize("dtype", ["?", "u1", "i2", "f4", ml_dtypes.float8_e4m3fn, "c8"][:5], ids=str)
+@pytest.mark.parametrize("dtype", ["?", "u1", "i2", "f4", ml_dtypes.float8_e4m3fn], ids=str)
 def test_bits_of_every_width(programs, dtype):
     stored, of_models = model(np.dtype(dtype))
     for name in ("transposed", "joined"):
@@ -265,7 +265,6 @@ def test_settings_of_a_caller_do_not_count(programs, everywhere, context, option
     values = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 1, 2, 3] * 8, F4).reshape(8, 8)
     view = View.concatenate([View.tensor("a", (8, 8), F4).T, View.tensor("b", (8, 8), F4).scale(2.0)])
     expected = np.concatenate([values.T, np.full((8, 8), 6, F4)])
-    expected[0, 0] = expected[0, 0]
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:count]), "x"), P(None, "x"))
     run = partial(assembled, programs, view, {"a": values, "b": np.full((8, 8), 3, F4)}, sharding)
     if is_everywhere:
