@@ -1,6 +1,6 @@
 """Host memory becomes `jax.Array`s here, and arrays host memory: the only place that hands a tensor's bytes to JAX.
 
-Nothing here compiles, runs a collective or sends data between hosts; `growing` and `replicas` do.
+Nothing here compiles, runs a collective or sends data between hosts; `assembly` and `replicas` do.
 """
 
 from __future__ import annotations
