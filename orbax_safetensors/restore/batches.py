@@ -21,7 +21,7 @@ from orbax_safetensors.geometry.strided import Copy, keeps_order, row_major, sou
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import by_tensors
 from orbax_safetensors.restore.target import Target
-from orbax_safetensors.restore.ways import Packed, packed_bytes, ways_of
+from orbax_safetensors.restore.ways import packed_bytes, ways_of
 from orbax_safetensors.storage.memory import ALIGNMENT, PAGE_BYTES, laid_out
 from orbax_safetensors.storage.store import RequestLimits
 from orbax_safetensors.transfer.engine import batches
@@ -164,7 +164,8 @@ def _parts(checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[
     ways = ways_of(checkpoint, leaving, [target.local_boxes() for target in leaving])
     parts: list[LeafPart] = []
     for number, target, way in zip(numbers, leaving, ways, strict=True):
-        whole = [_packed(number, packed) for packed in way.packed] or [_whole(number, target)]
+        whole = _made_of_packed(checkpoint, number, target) if way.on_device else None
+        whole = whole or [_whole(number, target)]
         if max([part.nbytes for part in whole]) <= max(most, _LEAST_CUT_BYTES) or not can_assemble(
             target.sharding, target.shape, target.dtype
         ):
@@ -172,17 +173,19 @@ def _parts(checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[
             continue
         limit = max(most // _PARTS, _LEAST_CUT_BYTES) * target.local_nbytes // _nbytes(whole)
         for cut in _cuts(target, limit):
-            packed = packed_bytes(checkpoint, target, target.local_boxes(), cut) if way.packed else ""
-            if isinstance(packed, str):
-                parts.append(_cut(number, target, cut))
-            else:
-                parts += [_packed(number, each) for each in packed]
+            packed = _made_of_packed(checkpoint, number, target, cut) if way.on_device else None
+            parts += packed or [_cut(number, target, cut)]
     return parts
 
 
-def _packed(number: int, packed: Packed) -> LeafPart:
-    blocks = tuple([block for blocks in packed.blocks for block in blocks])
-    return LeafPart(number, blocks, packed.recipe, packed.starts, packed.orders)
+def _made_of_packed(
+    checkpoint: Checkpoint, number: int, target: Target, cut: Box | None = None
+) -> list[LeafPart] | None:
+    """Return the parts that devices make of packed bytes, as `packed_bytes` does."""
+    packed = packed_bytes(checkpoint, target, target.local_boxes(), cut)
+    if packed is None:
+        return None
+    return [LeafPart(number, each.blocks, each.recipe, each.starts, each.orders) for each in packed]
 
 
 def _cuts(target: Target, nbytes: int) -> Iterator[Box]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from orbax_safetensors.devices.assembly import can_assemble
 from orbax_safetensors.devices.program import Recipe, refusal
 from orbax_safetensors.devices.sharding import is_abstract, plain, platform_of
 from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.geometry.code_box import Decoding, decoding_of, group_order
+from orbax_safetensors.geometry.code_box import decoding_of, group_order
 from orbax_safetensors.geometry.elementwise import Ops, apply
 from orbax_safetensors.geometry.encoding import Encoding, Role
 from orbax_safetensors.geometry.move import move_of
@@ -30,68 +30,50 @@ _LEAST_PROGRAM_BYTES = 128 * 2**20
 _UINT8 = np.dtype(np.uint8)
 
 
-class Packed(NamedTuple):
-    """Bytes as they lie in files, of which a program makes a box of every distinct shard that this process holds.
-
-    `starts` says where the box begins in each shard. `blocks` has for each shard one for each input of the recipe, and
-    then the group index of a quantised tensor, if it has one: the host compares it with the `order` for the shard.
-    """
-
-    recipe: Recipe
-    starts: tuple[tuple[int, ...], ...]
-    blocks: tuple[tuple[Block, ...], ...]
-    orders: tuple[np.ndarray | None, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum([block.nbytes for blocks in self.blocks for block in blocks])
-
-
 class Way(NamedTuple):
-    """How a leaf is made of stored bytes: by devices if it has `packed` bytes, otherwise by the host.
+    """How a leaf is made of stored bytes: `on_device` by programs, otherwise by the host.
 
     `change` says what has to be done with the bytes, or is empty; `why` says why devices do not do it.
     """
 
     change: str
-    packed: tuple[Packed, ...] = ()
+    on_device: bool = False
     why: str = ""
 
     def __str__(self) -> str:
         if not self.change:
             return "as stored"
-        return f"{self.change} on the {'device' if self.packed else 'host'}" + (f": {self.why}" if self.why else "")
+        return f"{self.change} on the {'device' if self.on_device else 'host'}" + (f": {self.why}" if self.why else "")
 
 
 def ways_of(checkpoint: Checkpoint, targets: Sequence[Target], boxes: Sequence[Sequence[Box]]) -> list[Way]:
-    """Return the way of each target, of which this process holds the distinct `boxes`."""
-    ways = [_way(checkpoint, target, held) for target, held in zip(targets, boxes, strict=True)]
+    """Return the way of each target, of which this process holds the distinct `boxes`: that of the first box."""
+    ways: list[Way] = []
+    recipes: list[set[Recipe]] = []
     nbytes = Counter[Recipe]()
-    for way in ways:
-        for packed in way.packed:
-            nbytes[packed.recipe] += packed.nbytes
-    return [_if_it_pays(way, nbytes) for way in ways]
+    for target, held in zip(targets, boxes, strict=True):
+        way, steps = _way(checkpoint, target, held[0]) if held else (Way(""), [])
+        for step in steps:
+            nbytes[step.recipe] += len(held) * sum([runs.nbytes for _, runs in step.reads])
+        ways.append(way)
+        recipes.append({step.recipe for step in steps})
+    for number, used in enumerate(recipes):
+        if sum([nbytes[recipe] for recipe in used]) < _LEAST_PROGRAM_BYTES * len(used):
+            ways[number] = Way(ways[number].change, why="too few bytes for a program")
+    return ways
 
 
-def _if_it_pays(way: Way, nbytes: Mapping[Recipe, int]) -> Way:
-    recipes = {packed.recipe for packed in way.packed}
-    if sum(nbytes[recipe] for recipe in recipes) >= _LEAST_PROGRAM_BYTES * len(recipes):
-        return way
-    return Way(way.change, why="too few bytes for a program")
-
-
-def _way(checkpoint: Checkpoint, target: Target, boxes: Sequence[Box]) -> Way:
-    change = _change(checkpoint, target.block(boxes[0])) if boxes else ""
+def _way(checkpoint: Checkpoint, target: Target, box: Box) -> tuple[Way, list[_Step]]:
+    change = _change(checkpoint, target.block(box))
     if not change or target.sharding is None:
-        return Way(change)
+        return Way(change), []
     if not is_abstract(plain(target.sharding)):
         if on_host(plain(target.sharding)):
-            return Way(change)
+            return Way(change), []
         if not can_assemble(target.sharding, target.shape, target.dtype):
-            return Way(change, why="its dtype, layout or memory")
-    packed = packed_bytes(checkpoint, target, boxes)
-    return Way(change, why=packed) if isinstance(packed, str) else Way(change, packed)
+            return Way(change, why="its dtype, layout or memory"), []
+    steps = _steps(checkpoint, target, box)
+    return (Way(change, why=steps), []) if isinstance(steps, str) else (Way(change, on_device=True), steps)
 
 
 def _change(checkpoint: Checkpoint, block: Block) -> str:
@@ -110,76 +92,94 @@ def _change(checkpoint: Checkpoint, block: Block) -> str:
     return change
 
 
+class Packed(NamedTuple):
+    """Bytes as they lie in files, of which a program makes a box of every distinct shard that this process holds.
+
+    `starts` says where the box begins in each shard. `blocks` has, shard by shard, one for each input of the recipe and
+    then the group index of a quantised tensor, if it has one: the host compares it with the `order` for the shard.
+    """
+
+    recipe: Recipe
+    starts: tuple[tuple[int, ...], ...]
+    blocks: tuple[Block, ...]
+    orders: tuple[np.ndarray | None, ...]
+
+
 def packed_bytes(
     checkpoint: Checkpoint, target: Target, boxes: Sequence[Box], part: Box | None = None
-) -> tuple[Packed, ...] | str:
-    """Return the bytes of which devices make the boxes of a target, or that part of each box; or why they cannot."""
-    of_boxes = []
+) -> list[Packed] | None:
+    """Return the bytes of which devices make the boxes of a target, or that part of each box; None if they cannot.
+
+    They cannot if boxes are not made alike.
+    """
+    of_boxes: list[list[_Step]] = []
     for box in boxes:
-        steps = []
-        for step in _steps(checkpoint, target, box, part):
-            if isinstance(step, str):
-                return step
-            steps.append(step)
+        steps = _steps(checkpoint, target, box, part)
+        if isinstance(steps, str) or (of_boxes and [step.recipe for step in steps] != [s.recipe for s in of_boxes[0]]):
+            return None
         of_boxes.append(steps)
     packed = []
-    if len({len(steps) for steps in of_boxes}) > 1:
-        return "its shards differ"
     for alike in zip(*of_boxes, strict=True):
-        recipes, starts, blocks, orders = zip(*alike, strict=True)
-        if len(set(recipes)) > 1:
-            return "its shards differ"
-        packed.append(Packed(recipes[0], starts, blocks, orders))
-    return tuple(packed)
+        blocks = tuple([_bytes(*read) for step in alike for read in step.reads])
+        starts, orders = tuple([step.start for step in alike]), tuple([step.order for step in alike])
+        packed.append(Packed(alike[0].recipe, starts, blocks, orders))
+    return packed
 
 
 class _Step(NamedTuple):
-    """A box of one shard: see `Packed`."""
+    """A box of one shard, the bytes to read by the names of tensors, and the order of groups: see `Packed`."""
 
     recipe: Recipe
     start: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    reads: tuple[tuple[str, Runs], ...]
     order: np.ndarray | None
 
 
-def _steps(checkpoint: Checkpoint, target: Target, box: Box, part: Box | None) -> Iterator[_Step | str]:
-    """Yield what makes a box of a target, or a part of it."""
-    block, first = target.block(box), 0
-    if part is not None:
-        first = sum(at * stride for at, stride in zip(part.start, row_major(box.shape), strict=True))
-        block = target.block(box.inside(part))
+def _steps(checkpoint: Checkpoint, target: Target, box: Box, part: Box | None = None) -> list[_Step] | str:
+    """Return what makes a box of a target, or a part of it; or why devices cannot."""
     assert target.sharding is not None
     platform = platform_of(target.sharding)
+    block, first = target.block(box), 0
+    if part is not None:
+        block = target.block(box.inside(part))
+        first = sum([at * stride for at, stride in zip(part.start, row_major(box.shape), strict=True)])
+    steps = []
+    known: dict[tuple[int, Ops, np.dtype, int], _Made | str] = {}  # layers have the same copies and encodings
     for cut in block.view.cuts(block.box, box.shape):
         if cut.tensor is None:
             if np.any(apply(cut.ops, np.zeros(1))):
-                yield "a constant that no tensor stores"
+                return "a constant that no tensor stores"
             continue
         location = checkpoint.location(cut.tensor)
-        made = _recipe(
-            cut.copy, cut.ops, location.encoding or location.dtype, box.shape, target.dtype, target.lossless, platform
-        )
+        key = id(cut.copy), cut.ops, location.dtype, id(location.encoding)
+        if (made := known.get(key)) is None:
+            stored = location.encoding or location.dtype
+            made = _made(cut.copy, cut.ops, stored, box.shape, target.dtype, target.lossless, platform)
+            known[key] = made
         if isinstance(made, str):
-            yield made
-            return
-        recipe, runs = made
-        start = recipe.move.start(first + cut.begin + cut.copy.destination)
+            return made
+        start = made.recipe.move.start(first + cut.begin + cut.copy.destination)
         if start is None:
-            yield "strides that no program has"
-            return
-        codes, *beside = checkpoint.as_bytes(cut.tensor)
-        group, order = None, None
-        if location.encoding is not None:
-            roles = [parameter.role for parameter in location.encoding.parameters]
-            if (index := group_order(cut.copy, location.encoding)) is not None:
-                group = _bytes(beside.pop(roles.index(Role.GROUP)), index[0])
-                order = index[1]
-        blocks = [_bytes(name, run) for name, run in zip((codes, *beside), runs, strict=True)]
-        yield _Step(recipe, start, (*blocks, *([group] if group else [])), order)
+            return _NO_MOVE
+        names = checkpoint.as_bytes(cut.tensor)
+        reads = tuple([(names[number], runs) for number, runs in made.reads])
+        steps.append(_Step(made.recipe, start, reads, made.order))
+    return steps
+
+
+_NO_MOVE = "strides that no program has"
+
+
+class _Made(NamedTuple):
+    """What makes a copy, the bytes to read of which of the stored tensors, and the order of groups."""
+
+    recipe: Recipe
+    reads: tuple[tuple[int, Runs], ...]
+    order: np.ndarray | None = None
 
 
 @lru_cache(maxsize=2**14)
-def _recipe(
+def _made(
     copy: Copy,
     ops: Ops,
     stored: np.dtype | Encoding,
@@ -187,22 +187,23 @@ def _recipe(
     dtype: np.dtype,
     lossless: bool,
     platform: str,
-) -> tuple[Recipe, tuple[Runs, ...]] | str:
-    """Return the recipe for a copy into a shard, and the bytes that it takes; or why there is none."""
+) -> _Made | str:
+    """Return what a copy into a shard of `shape` is made by; or why there is nothing."""
     move = move_of(copy, shape)
     if move is None:
-        return "strides that no program has"
-    source: np.dtype | Decoding
-    runs: tuple[Runs, ...]
+        return _NO_MOVE
     if isinstance(stored, np.dtype):
-        source, runs = stored, (source_runs(copy, stored.itemsize),)
+        made = _Made(Recipe(stored, ops, move, shape, dtype), ((0, source_runs(copy, stored.itemsize)),))
     else:
         decoding = decoding_of(copy, stored)
         if isinstance(decoding, str):
             return decoding
-        source, runs = decoding
-    recipe = Recipe(source, ops, move, shape, dtype)
-    return refusal(recipe, platform, lossless) or (recipe, runs)
+        roles = [parameter.role for parameter in stored.parameters]
+        numbers = [0, *(1 + number for number, role in enumerate(roles) if role is not Role.GROUP)]
+        made = _Made(Recipe(decoding[0], ops, move, shape, dtype), tuple(zip(numbers, decoding[1], strict=True)))
+        if (group := group_order(copy, stored)) is not None:
+            made = _Made(made.recipe, (*made.reads, (1 + roles.index(Role.GROUP), group[0])), group[1])
+    return refusal(made.recipe, platform, lossless) or made
 
 
 def _bytes(name: str, runs: Runs) -> Block:
