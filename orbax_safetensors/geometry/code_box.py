@@ -92,8 +92,8 @@ class Decoding:
 def decoding_of(copy: Copy, encoding: Encoding) -> tuple[Decoding, tuple[Runs, ...]] | str:
     """Return how a device decodes what `copy` reads of a decoded tensor, and the bytes of each of its `inputs`.
 
-    Bytes count from the begin of each stored tensor. No byte is read twice, and none that the copy does not need.
-    Returns in a few words why the host has to decode it, if a device cannot. `group_order` has to be checked as well.
+    Bytes count from the begin of each stored tensor. Each byte is needed, and none is read twice. If only the host can
+    decode it, return why, in a few words. A caller also has to check the group index, see `group_order`.
     """
     by_role = {parameter.role: parameter for parameter in encoding.parameters}
     if Role.VALUES in by_role or encoding.padding:
@@ -124,10 +124,10 @@ def decoding_of(copy: Copy, encoding: Encoding) -> tuple[Decoding, tuple[Runs, .
 
 @lru_cache(maxsize=2**12)
 def group_order(copy: Copy, encoding: Encoding) -> tuple[Runs, np.ndarray] | None:
-    """Return the bytes of a group index that `copy` needs, and what has to be in them, as int32.
+    """Return the bytes of a group index for what `copy` reads, and what they have to be, as int32; None if it has none.
 
-    A device decodes groups only in the order of the inputs, which the config says that they are in. Returns None if
-    there is no group index. `decoding_of` has to return a `Decoding`.
+    If the config says that groups are in the order of the inputs, a device decodes without the index, which then has to
+    say the same. `decoding_of` has to return a `Decoding` for these arguments.
     """
     by_role = {parameter.role: parameter for parameter in encoding.parameters}
     if Role.GROUP not in by_role:
@@ -168,7 +168,7 @@ def _box(copy: Copy, encoding: Encoding) -> _CodeBox | str:
 
 
 def _cut(modes: Sequence[Mode], start: int, length: int) -> tuple[list[Mode], list[Mode]] | None:
-    """Return modes over pieces of `length`, as `(pieces, inside a piece)`, from a `start` that is in the first.
+    """Cut modes at the ends of pieces of `length`, the first of which has `start`: into modes over pieces and inside.
 
     Returns None if something goes over the end of a piece without being all of it.
     """
@@ -178,12 +178,12 @@ def _cut(modes: Sequence[Mode], start: int, length: int) -> tuple[list[Mode], li
     for size, stride in reversed(modes):
         if stride % length == 0:
             pieces.append((size, stride // length))
-        elif not pieces and last + (size - 1) * stride < length:
+        elif last + (size - 1) * stride < length:
             inside.append((size, stride))
             last += (size - 1) * stride
         else:
             count = length // stride
-            if pieces or last >= stride or length % stride or size % count:
+            if last >= stride or length % stride or size % count:
                 return None
             inside.append((count, stride))
             pieces.append((size // count, 1))
@@ -214,16 +214,16 @@ def _spread(parameter: Parameter, box: _CodeBox, encoding: Encoding) -> tuple[Sp
 
 
 def _blocks(rows: Sequence[Mode], start: int, height: int, block: int) -> tuple[list[Mode], Span, int] | None:
-    """Return rows as modes over blocks, as a span, and how many neighbours share each entry; outermost first.
+    """Cut rows, from `start` on, into modes over blocks, a span over blocks, and how many of the others share an entry.
 
-    A block of rows is a word, in which each entry is for `height` rows.
+    A block has the rows of a word, of which each entry is for `height`. Returns None if they cannot be cut like this.
     """
     outer: list[Mode] = []
     span, inner, reach = None, 1, 0
     for size, stride in reversed(rows):
         if stride % block == 0:
             outer.append((size, stride // block))
-        elif outer or span:
+        elif span:
             return None
         elif start % height + reach + (size - 1) * stride < height:
             inner, reach = inner * size, reach + (size - 1) * stride

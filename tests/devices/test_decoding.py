@@ -14,7 +14,15 @@ from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry.code_box import decoding_of
 from orbax_safetensors.geometry.encoding import Encoding, Order, Parameter, Role
 from tests.support import views
-from tests.support.device_decoding import assert_same, boxes_of_codes, copy_of, is_subnormal, on_device, on_host
+from tests.support.device_decoding import (
+    assert_same,
+    copies_of_codes,
+    copy_of,
+    is_subnormal,
+    on_device,
+    on_host,
+    view_of,
+)
 from tests.support.quantized import every_source, scaled
 from tests.support.quantized_formats import FORMATS, found_in
 from tests.support.roots import TESTDATA
@@ -46,7 +54,7 @@ def test_boxes_of_rows_and_columns(name, data):
     sample = data.draw(FORMATS[name])
     tensor = found_in(sample.config, sample.stored)
     parameters = [sample.stored[each] for each in tensor.parameters]
-    copy = copy_of(tensor.encoding, data.draw(boxes_of_codes(tensor.encoding)))
+    copy = data.draw(copies_of_codes(tensor.encoding))
     event(check(tensor.encoding, copy, sample.stored[tensor.codes], parameters))
 
 
@@ -65,8 +73,7 @@ def test_boxes_of_views(name, data):
 
 def whole(encoding, codes, *parameters):
     """Compares all elements of a tensor."""
-    copy = copy_of(encoding, [slice(None)] * len(encoding.shape))
-    assert check(encoding, copy, codes, parameters) == "on the device"
+    assert check(encoding, copy_of(view_of(encoding)), codes, parameters) == "on the device"
 
 
 EVERY_BYTE = np.arange(256, dtype=np.uint8)

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry.code_box import Decoding, decoding_of, group_order
 from orbax_safetensors.geometry.encoding import Encoding, Order, Parameter, Role
-from orbax_safetensors.geometry.view import View
-from tests.support.device_decoding import boxes_of_codes, copy_of
+from tests.support.device_decoding import copies_of_codes, view_of
 from tests.support.quantized import every_source, scaled
-from tests.support.quantized_formats import FORMATS, found_in
 from tests.support.strategies import examples
 
 F32, F16, U8, I32 = (DTYPES[name] for name in ("F32", "F16", "U8", "I32"))
@@ -49,13 +47,30 @@ def found_words(spread):
     return word, entry
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@examples(200)
+def grids(encoding_shape, block):
+    return -(-encoding_shape[-2] // block[0]), -(-encoding_shape[-1] // block[1])
+
+
+@st.composite
+def encodings(draw):
+    """Codes with scales and zero points for blocks of any size, the zero points in words of a row or of a column."""
+    leading = draw(st.sampled_from([(), (), (3,)]))
+    shape = (*leading, draw(st.sampled_from([1, 5, 24, 36, 48, 96])), 8 * draw(st.integers(1, 5)))
+    blocks = st.tuples(st.sampled_from([1, 1, 2, 3, 4, 6, 8, 12, 24, 96]), st.sampled_from([1, 2, 8, 12, 40]))
+    scales, zeros = draw(blocks), draw(blocks)
+    order = draw(st.sampled_from([Order.LOW_FIRST, Order.EVEN_FIRST]))
+    parameters = (
+        Parameter(Role.SCALE, draw(st.sampled_from([F32, F16, U8])), grids(shape, scales), scales),
+        Parameter(Role.ZERO, I32, grids(shape, zeros), zeros, 4, order, draw(st.booleans())),
+    )
+    return Encoding(shape, draw(st.sampled_from([4, 8])), "unsigned4", parameters)
+
+
+@examples(2000)
 @given(data=st.data())
-def test_words_are_for_the_elements_of_the_box_and_no_byte_is_read_in_vain(name, data):
-    sample = data.draw(FORMATS[name])
-    encoding = found_in(sample.config, sample.stored).encoding
-    copy = copy_of(encoding, data.draw(boxes_of_codes(encoding)))
+def test_words_are_for_the_elements_of_the_box_and_no_byte_is_read_in_vain(data):
+    encoding = data.draw(encodings())
+    copy = data.draw(copies_of_codes(encoding))
     known = decoding_of(copy, encoding)
     event("on the host: " + known if isinstance(known, str) else "on the device")
     if isinstance(known, str):
@@ -112,10 +127,21 @@ AWQ = Encoding(
     Order.EVEN_FIRST,
 )
 
+MXFP8 = scaled((2, 512, 768), 8, "F8_E4M3", U8, (1, 32))
+THREES = Encoding(
+    (48, 96),
+    4,
+    "unsigned4",
+    (
+        Parameter(Role.SCALE, F16, (48, 1), (1, 96)),
+        Parameter(Role.ZERO, I32, (16, 1), (3, 96), 4, down=True),
+    ),
+)
+
 
 def shards(encoding, parts):
     """The copies of all shards of a tensor that is cut into so many parts along each axis of its codes."""
-    view = View.tensor("t", encoding.shape, np.dtype(np.float32))
+    view = view_of(encoding)
     lengths = [size // count for size, count in zip(encoding.shape, parts, strict=True)]
     for at in np.ndindex(*parts):
         box = tuple((n * length, (n + 1) * length) for n, length in zip(at, lengths, strict=True))
@@ -143,8 +169,15 @@ def test_one_decoding_serves_all_shards(encoding, parts):
     assert sum(codes.nbytes for codes, *_ in reads) == encoding.nbytes
 
 
-def view_of(encoding):
-    return View.tensor("t", encoding.shape, np.dtype(np.float32))
+ACROSS = "rows and columns that lie across blocks"
+
+
+def rows_of(encoding, taken, shape=None, *slices):
+    """Some rows of each matrix, perhaps in a shape of which some are taken."""
+    view = view_of(encoding).slice(slice(0, 2), taken)
+    if shape:
+        view = view.reshape((2, *shape, view.shape[-1])).slice(slice(0, 2), *slices)
+    return view
 
 
 def reason(encoding, view):
@@ -161,8 +194,22 @@ def reason(encoding, view):
         (AWQ, view_of(AWQ).slice(slice(0, 4), slice(2, 10)), "a shard that cuts through words"),
         (INT4, view_of(INT4).slice(slice(0, 4), slice(0, 768, 2)), "columns that are not neighbours"),
         (INT4, view_of(INT4).reshape((512 * 768,)).slice(slice(700, 800)), "elements that run over the ends of rows"),
-        (FP8, view_of(FP8).slice(slice(0, 1), slice(0, 512, 3)), "rows and columns that lie across blocks"),
-        (FP8, view_of(FP8).reshape((16, 64, 768)).slice(slice(1, 8, 3)), "rows and columns that lie across blocks"),
+        (
+            INT4,
+            view_of(INT4).reshape((512 * 768,)).slice(slice(700, 700 + 768)),
+            "elements that run over the ends of rows",
+        ),
+        (INT4, view_of(INT4).reshape((512 * 768,)).slice(slice(0, 1000)), "elements that run over the ends of rows"),
+        (FP8, rows_of(FP8, slice(0, 512, 3)), ACROSS),
+        (FP8, rows_of(FP8, slice(0, 512), (8, 64), slice(1, 8, 3)), ACROSS),
+        # Where 40, 10 or 100 rows of every 64 or 128 begin, some of them are in another block of 128 than the others.
+        (FP8, rows_of(FP8, slice(100, 228), (2, 64), slice(0, 2), slice(0, 40)), ACROSS),
+        (FP8, rows_of(FP8, slice(60, 316), (4, 64), slice(0, 4), slice(0, 10)), ACROSS),
+        (FP8, rows_of(FP8, slice(100, 356), (2, 128), slice(0, 2), slice(0, 100)), ACROSS),
+        # Every third row of all matrices: the rows of the second matrix are others than those of the first.
+        (MXFP8, view_of(MXFP8).reshape((1024, 768)).slice(slice(0, 1020, 3)), ACROSS),
+        # Two rows of every eight, if three share a zero point.
+        (THREES, view_of(THREES).reshape((6, 8, 96)).slice(slice(0, 6), slice(0, 2)), ACROSS),
     ],
 )
 def test_what_the_host_decodes_has_a_reason(encoding, view, wanted):

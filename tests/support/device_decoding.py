@@ -75,19 +75,31 @@ def assert_same(found, expected, has_subnormal_scale):
 
 
 @st.composite
-def boxes_of_codes(draw, encoding):
-    """A slice of each axis of a tensor in the order of its codes: rows in any steps, and columns in whole words."""
-    slices = []
-    for size in encoding.shape[:-1]:
-        start = draw(st.integers(0, size - 1))
-        slices.append(slice(start, draw(st.integers(start + 1, size)), draw(st.sampled_from([1, 1, 1, 2, 3]))))
-    begin = draw(st.integers(0, encoding.shape[-1] // encoding.word - 1))
-    end = draw(st.integers(begin + 1, encoding.shape[-1] // encoding.word))
-    return *slices, slice(begin * encoding.word, end * encoding.word)
+def copies_of_codes(draw, encoding):
+    """The copy of a box of a tensor in the order of its codes: rows in steps of steps, and columns in whole words."""
+    *leading, rows, columns = encoding.shape
+    begin = draw(st.integers(0, columns // encoding.word - 1))
+    end = draw(st.integers(begin + 1, columns // encoding.word))
+    taken = [*[draw(_some(size)) for size in leading], draw(_some(rows))]
+    view = view_of(encoding).slice(*taken, slice(begin * encoding.word, end * encoding.word))
+    *leading, rows, columns = view.shape
+    inner = draw(st.sampled_from([size for size in range(1, rows + 1) if rows % size == 0]))
+    view = view.reshape((*leading, rows // inner, inner, columns))
+    return copy_of(view.slice(*[slice(0, size) for size in leading], draw(_some(rows // inner)), draw(_some(inner))))
 
 
-def copy_of(encoding, slices):
-    """The copy that reads such a box and transposes it."""
-    view = View.tensor("t", encoding.shape, np.dtype(np.float32)).slice(*slices).transpose()
+@st.composite
+def _some(draw, size):
+    start = draw(st.just(0) | st.integers(0, size - 1))
+    return slice(start, draw(st.just(size) | st.integers(start + 1, size)), draw(st.sampled_from([1, 1, 1, 2, 3])))
+
+
+def view_of(encoding):
+    return View.tensor("t", encoding.shape, np.dtype(np.float32))
+
+
+def copy_of(view):
+    """The copy of a view that transposes it."""
+    view = view.transpose()
     (cut,) = view.cuts(tuple((0, size) for size in view.shape), view.shape)
     return cut.copy
