@@ -83,31 +83,38 @@ def fill(
         kind = kind_for(devices)
         most = int(min(options.in_flight_bytes, kind.most_bytes))
         batches, shared = batches_for(checkpoint, targets, limits, most, alias=options.alias)
-    sums = None if checksums is None else checksums.sums
     total = max(sum(batch.plan.moved_bytes for batch in batches), 1)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(reported_progress(options.progress, "load"))
+        meter = Meter(progress or (lambda done, total: None), nbytes)
+        programs = stack.enter_context(contextlib.closing(Programs()))
+        _compile(programs, batches, targets)
         pool = None
         if shared:
             pool = Pool(stack.enter_context(staging_memory(kind, devices, shared, limits.requests)))
-        programs = stack.enter_context(contextlib.closing(Programs()))
+        sums = None if checksums is None else checksums.sums
         reader = stack.enter_context(contextlib.closing(Reader(checkpoint.open_file, limits.requests, sums)))
-        meter = None if progress is None else Meter(progress, nbytes)
+        meter.begin(nbytes)
 
         def report() -> None:
-            if meter is not None:
-                meter.moved(min(reader.counters.nbytes / total, 1))
+            meter.moved(min(reader.counters.nbytes / total, 1))
 
-        if meter is not None:
-            meter.begin(nbytes)
         values = _Pipeline(checkpoint.path, targets, reader, pool, programs, report).run(batches, limits.requests)
         reader.check()
         if checksums is not None:
             checksums.check()
-        if meter is not None:
-            meter.end()
+        meter.end()
     _record(checkpoint.path, len(targets), batches, reader.counters, time.perf_counter() - started)
     return values
+
+
+def _compile(programs: Programs, batches: Sequence[Batch], targets: Sequence[Target]) -> None:
+    """Begin to compile all programs of a restore."""
+    for batch in batches:
+        for part in batch.parts:
+            sharding = targets[part.leaf].sharding
+            if part.recipe is not None and sharding is not None:
+                programs.compile(part.recipe, plain(sharding))
 
 
 class _Reading(NamedTuple):
@@ -151,11 +158,6 @@ class _Pipeline:
     def run(self, batches: Sequence[Batch], threads: int) -> list[Any]:
         """Return the values of all targets."""
         try:
-            for batch in batches:
-                for part in batch.parts:
-                    sharding = self._targets[part.leaf].sharding
-                    if part.recipe is not None and sharding is not None:
-                        self._programs.compile(part.recipe, plain(sharding))
             with working(chain.from_iterable(iter(self._tasks.get, None)), threads, self._cancel):
                 for batch in batches:
                     self._read(batch)
