@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.arrays import on_host
@@ -21,7 +20,7 @@ from orbax_safetensors.geometry.strided import Copy, keeps_order, row_major, sou
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import by_tensors
 from orbax_safetensors.restore.target import Target
-from orbax_safetensors.restore.ways import packed_bytes, ways_of
+from orbax_safetensors.restore.ways import LeafPart, packed_parts, ways_of
 from orbax_safetensors.storage.memory import ALIGNMENT, PAGE_BYTES, laid_out
 from orbax_safetensors.storage.store import RequestLimits
 from orbax_safetensors.transfer.engine import batches
@@ -37,29 +36,6 @@ _PARTS = 4
 _PAGES = 16
 # What no leaf is cut below: programs on devices and requests for short parts would take longer than the bytes.
 _LEAST_CUT_BYTES = 16 * 2**20
-
-
-class LeafPart(NamedTuple):
-    """Blocks that are filled, and what becomes of them.
-
-    Attributes:
-      leaf: the number of the target.
-      blocks: for each distinct shard of this process the shard itself, or its blocks of a `Packed`.
-      recipe, starts, orders: of the program that makes a box of each shard, as in `Packed`; None if blocks are shards.
-      mapped: the file and the offset where each block lies as in memory, if arrays alias the files.
-    """
-
-    leaf: int
-    blocks: tuple[Block, ...]
-    recipe: Recipe | None = None
-    starts: tuple[tuple[int, ...], ...] = ()
-    orders: tuple[np.ndarray | None, ...] = ()
-    mapped: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Of the blocks."""
-        return sum([block.nbytes for block in self.blocks])
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +140,7 @@ def _parts(checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[
     ways = ways_of(checkpoint, leaving, [target.local_boxes() for target in leaving])
     parts: list[LeafPart] = []
     for number, target, way in zip(numbers, leaving, ways, strict=True):
-        whole = _made_of_packed(checkpoint, number, target) if way.on_device else None
+        whole = packed_parts(checkpoint, number, target) if way.on_device else None
         whole = whole or [_whole(number, target)]
         if max([part.nbytes for part in whole]) <= max(most, _LEAST_CUT_BYTES) or not can_assemble(
             target.sharding, target.shape, target.dtype
@@ -173,19 +149,9 @@ def _parts(checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[
             continue
         limit = max(most // _PARTS, _LEAST_CUT_BYTES) * target.local_nbytes // _nbytes(whole)
         for cut in _cuts(target, limit):
-            packed = _made_of_packed(checkpoint, number, target, cut) if way.on_device else None
+            packed = packed_parts(checkpoint, number, target, cut) if way.on_device else None
             parts += packed or [_cut(number, target, cut)]
     return parts
-
-
-def _made_of_packed(
-    checkpoint: Checkpoint, number: int, target: Target, cut: Box | None = None
-) -> list[LeafPart] | None:
-    """Return the parts that devices make of packed bytes, as `packed_bytes` does."""
-    packed = packed_bytes(checkpoint, target, target.local_boxes(), cut)
-    if packed is None:
-        return None
-    return [LeafPart(number, each.blocks, each.recipe, each.starts, each.orders) for each in packed]
 
 
 def _cuts(target: Target, nbytes: int) -> Iterator[Box]:

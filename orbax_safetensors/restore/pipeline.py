@@ -31,8 +31,9 @@ from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.devices.staging import kind_for, staging_memory
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.batches import Batch, LeafPart, batches_for, devices_of
+from orbax_safetensors.restore.batches import Batch, batches_for, devices_of
 from orbax_safetensors.restore.target import Target
+from orbax_safetensors.restore.ways import LeafPart
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import Pool, Taken, allocate
 from orbax_safetensors.storage.process_memory import no_collection

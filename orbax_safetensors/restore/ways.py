@@ -92,42 +92,53 @@ def _change(checkpoint: Checkpoint, block: Block) -> str:
     return change
 
 
-class Packed(NamedTuple):
-    """Bytes as they lie in files, of which a program makes a box of every distinct shard that this process holds.
+class LeafPart(NamedTuple):
+    """Blocks that are filled, and what becomes of them: the shards of a leaf, or what a program makes of packed bytes.
 
-    `starts` says where the box begins in each shard. `blocks` has, shard by shard, one for each input of the recipe and
-    then the group index of a quantised tensor, if it has one: the host compares it with the `order` for the shard.
+    Attributes:
+      leaf: the number of the target.
+      blocks: the distinct shards that this process holds. With a `recipe`, for each of them one for each of its inputs,
+        which are bytes as they lie in a file, and then the group index of a quantised tensor, if it has one.
+      recipe: of the program that makes a box of each shard.
+      starts: where the box begins in each shard.
+      orders: what has to be in each group index; None without one.
+      mapped: the file and the offset where each block lies as in memory, if arrays alias the files.
     """
 
-    recipe: Recipe
-    starts: tuple[tuple[int, ...], ...]
+    leaf: int
     blocks: tuple[Block, ...]
-    orders: tuple[np.ndarray | None, ...]
+    recipe: Recipe | None = None
+    starts: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[np.ndarray | None, ...] = ()
+    mapped: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blocks."""
+        return sum([block.nbytes for block in self.blocks])
 
 
-def packed_bytes(
-    checkpoint: Checkpoint, target: Target, boxes: Sequence[Box], part: Box | None = None
-) -> list[Packed] | None:
-    """Return the bytes of which devices make the boxes of a target, or that part of each box; None if they cannot.
+def packed_parts(checkpoint: Checkpoint, number: int, target: Target, part: Box | None = None) -> list[LeafPart] | None:
+    """Return what devices make a target of, whose number is given, or that part of each of its shards.
 
-    They cannot if boxes are not made alike.
+    Returns None if they cannot, or if shards are not made alike.
     """
-    of_boxes: list[list[_Step]] = []
-    for box in boxes:
+    of_shards: list[list[_Step]] = []
+    for box in target.local_boxes():
         steps = _steps(checkpoint, target, box, part)
-        if isinstance(steps, str) or (of_boxes and [step.recipe for step in steps] != [s.recipe for s in of_boxes[0]]):
+        if isinstance(steps, str) or (of_shards and [s.recipe for s in steps] != [s.recipe for s in of_shards[0]]):
             return None
-        of_boxes.append(steps)
-    packed = []
-    for alike in zip(*of_boxes, strict=True):
+        of_shards.append(steps)
+    parts = []
+    for alike in zip(*of_shards, strict=True):
         blocks = tuple([_bytes(*read) for step in alike for read in step.reads])
         starts, orders = tuple([step.start for step in alike]), tuple([step.order for step in alike])
-        packed.append(Packed(alike[0].recipe, starts, blocks, orders))
-    return packed
+        parts.append(LeafPart(number, blocks, alike[0].recipe, starts, orders))
+    return parts
 
 
 class _Step(NamedTuple):
-    """A box of one shard, the bytes to read by the names of tensors, and the order of groups: see `Packed`."""
+    """What makes a box of a shard, where it begins, the bytes to read by names of tensors, and the order of groups."""
 
     recipe: Recipe
     start: tuple[int, ...]
