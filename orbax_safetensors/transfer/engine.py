@@ -15,7 +15,6 @@ import numpy as np
 from orbax_safetensors.geometry.coalesce import Direct, Staged
 from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.storage.memory import PAGE_BYTES, allocate
-from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.storage.store import File, NewFile
 from orbax_safetensors.transfer.plan import Block, Destination, Extent, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.strided_copy import elements, words
@@ -145,8 +144,7 @@ class Transfer(ABC, Generic[_F]):
     def _requests(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
         """Yield the requests of a plan, in the order of the files."""
         for extent in plan.extents:
-            with no_collection():
-                buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
+            buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
             yield Task(extent.file, extent.begin, partial(self._extent, extent, buffers))
         for part in plan.parts:
             runs, pitch, shared = part.access.runs, part.access.pitch, Lazy()
