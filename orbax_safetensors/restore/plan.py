@@ -64,8 +64,7 @@ def plan_restore(
 
     The figures are exactly those of the restore, with these exceptions:
 
-    - A restore to accelerators goes in batches, and parts of long leaves, and joins no requests of two of them. A shard
-      that is one long answer of a server is one request.
+    - A restore to accelerators reads in batches, and joins no ranges of two of them.
     - With `alias`, a restore does not read what it maps.
     - Past the page cache, it may have more threads, with 2 MiB for each.
 
