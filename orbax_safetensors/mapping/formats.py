@@ -84,7 +84,7 @@ _PACKED = (
 _WITH_DIVISOR = (_FP8_SCALE, ParameterFormat(Role.DIVISOR, (".weight_global_scale",), ("F32",)))
 _WITH_FACTOR = (_FP8_SCALE, ParameterFormat(Role.FACTOR, (".weight_scale_2",), ("F32",)))
 _FP8 = (ParameterFormat(Role.SCALE, ("_scale_inv", "_scale"), (*FLOATS, *EXPONENTS)),)
-_FP8_OF_MODULE = (ParameterFormat(Role.SCALE, (".scale", ".qscale_weight"), (*FLOATS, *EXPONENTS)),)
+_FP8_OF_MODULE = (ParameterFormat(Role.SCALE, (".scale", ".qscale_weight", ".scale_weight"), (*FLOATS, *EXPONENTS)),)
 _AWQ = (
     ParameterFormat(Role.SCALE, (".scales",), FLOATS),
     ParameterFormat(Role.ZERO, (".qzeros",), ("I32",)),

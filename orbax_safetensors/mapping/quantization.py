@@ -23,7 +23,7 @@ from orbax_safetensors.mapping.unknown_codes import COUNTS, INTEGER_CODES, is_kn
 # What quantised activations and caches need, and a model without quantisation does not have.
 _UNUSED = re.compile(
     r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))(?:_cache)?(?:_global)?_(?:scale|zero_point)(?:_ub)?"
-    "|qscale_act"
+    "|qscale_act|scale_input|scaled_fp8"
 )
 
 

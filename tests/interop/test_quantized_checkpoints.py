@@ -1,14 +1,17 @@
 """Quantised checkpoints that vendors' libraries wrote restore to the values that their own dequantisers give."""
 
+import json
+
 import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.config import read_config, without_quantization
 from orbax_safetensors.checkpoint.quantized import quantized_tensors
 from orbax_safetensors.mapping import Family, tensor
 from tests.support.compare import names_of
@@ -19,6 +22,8 @@ NAMES = sorted(path.name for path in QUANTIZED.iterdir() if path.is_dir())
 BF16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 # Their tables have +0 for the code of -0.
 UNSIGNED_ZEROS = {"deepseek-v4-fp4-experts", "modelopt-nvfp4-kv", "modelopt-nvfp4-mlp-hfquant"}
+WHOLE = ["comfy-scaled-fp8"]  # models with all of their tensors
+PLAIN = ("norm.weight", "norm_weight", "embed_tokens.weight", "lm_head.weight")
 # Every checkpoint is sharded over both dimensions, and four of different formats over each and with either dtype.
 FOUR = ["awq-g128", "ct-fp8-block", "ct-int4-g32-g_idx", "modelopt-nvfp4-kv"]
 SHARDED = [
@@ -78,4 +83,22 @@ def test_a_whole_tree_has_every_tensor_and_nothing_of_the_quantisation(name):
     restored = names_of(ost.load(QUANTIZED / name, family=family_of(QUANTIZED / name)))
     values = values_of(name)
     assert_values(name, {key: restored[key] for key in values}, values)
-    assert all(key in values or key.endswith(("norm.weight", "norm_weight")) for key in restored), sorted(restored)
+    assert all(key in values or key.endswith(PLAIN) for key in restored), sorted(restored)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_family_of_maxtext_sees_the_values(name, tmp_path):
+    """Over eight devices, as it sees a plain copy of the same model."""
+    stored, values = ost.load(QUANTIZED / name), values_of(name)
+    plain = {key: np.asarray(stored[key], np.float32) for key in stored if key.endswith(PLAIN)} | values
+    save_file(plain, tmp_path / "model.safetensors")
+    config = without_quantization(json.loads((QUANTIZED / name / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, wanted = (
+        names_of(ost.load(directory, jax.make_mesh((8,), ("x",)), family="maxtext", dtype=FLOAT32))
+        for directory in (QUANTIZED / name, tmp_path)
+    )
+    assert found.keys() == wanted.keys()
+    for key, array in found.items():
+        assert len(array.sharding.device_set) == 8
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[key]), err_msg=key)

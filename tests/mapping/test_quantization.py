@@ -91,6 +91,14 @@ def test_blocks_may_be_partial_and_other_tensors_stay_plain():
     assert found.unused == unused
 
 
+@pytest.mark.parametrize("marker", [((0,), "F8_E4M3"), ((2,), "F8_E4M3"), ((0,), "F32")], ids=str)
+def test_the_marker_of_a_file_of_comfyui_is_no_tensor_of_its_model(marker):
+    scales = {"model.a.scale_weight": ((), "F32"), "model.a.scale_input": ((), "F32")}
+    found = quantization(None, {"model.scaled_fp8": marker, "model.a.weight": ((6, 16), "F8_E4M3"), **scales})
+    assert found.tensors["model.a.weight"].stored == ("model.a.weight", "model.a.scale_weight")
+    assert found.unused == {"model.scaled_fp8", "model.a.scale_input"}
+
+
 @pytest.mark.parametrize(
     ("config", "shape", "scales", "block"),
     [
@@ -310,7 +318,7 @@ HQQ = {"quant_method": "hqq"}
 @pytest.mark.parametrize(
     ("config", "codes", "beside", "others"),
     [
-        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.scale_weight", (), "F32"), {"scaled_fp8": ((0,), "F8_E4M3")}),
+        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.weight_rescale", (), "F32"), {"scaled_fp8": ((0,), "F8_E4M3")}),
         (None, ("a.weight", E4M3, "F8_E4M3"), ("a.wscale", (6,), "BF16"), {"a.bias": ((6,), "BF16")}),
         (None, ("a.weight", E4M3, "F8_E4M3"), ("a.s", (6, 1), "U8"), {}),
         (FP8, ("a.weight", E4M3, "F8_E4M3"), ("a.weight.scale", (), "F32"), {}),

@@ -168,7 +168,9 @@ def fp8(draw: Any) -> Sample:
         stored_shape = draw(st.sampled_from([(), (1,), (1, 1)]))
     elif draw(st.booleans()):
         stored_shape = shape[:-1]
-    name = draw(st.sampled_from(["m.weight_scale_inv", "m.weight_scale", "m.scale", "m.qscale_weight"]))
+    name = draw(
+        st.sampled_from(["m.weight_scale_inv", "m.weight_scale", "m.scale", "m.qscale_weight", "m.scale_weight"])
+    )
     return Sample(config, {"m.weight": codes, name: scale.reshape(stored_shape)}, values)
 
 
