@@ -114,7 +114,8 @@ def _nbytes(parts: Iterable[LeafPart]) -> int:
 
 
 def _whole(number: int, target: Target) -> LeafPart:
-    return LeafPart(number, tuple([target.block(box) for box in target.local_boxes()]))
+    blocks = tuple([target.block(box) for box in target.local_boxes()])
+    return LeafPart(number, blocks, sum([block.nbytes for block in blocks]))
 
 
 def _groups(checkpoint: Checkpoint, parts: Sequence[LeafPart], most: int) -> list[list[LeafPart]]:
@@ -174,7 +175,8 @@ def _cut(number: int, target: Target, cut: Box) -> LeafPart:
     assert start is not None
     blocks = tuple([target.block(box.inside(cut)) for box in boxes])
     recipe = Recipe(target.dtype, (), move, shape, target.dtype)
-    return LeafPart(number, blocks, recipe, (start,) * len(boxes), (None,) * len(boxes))
+    nbytes = sum([block.nbytes for block in blocks])
+    return LeafPart(number, blocks, nbytes, recipe, (start,) * len(boxes), (None,) * len(boxes))
 
 
 def _places(checkpoint: Checkpoint, target: Target, part: LeafPart) -> tuple[tuple[int, int], ...]:

@@ -20,7 +20,7 @@ from orbax_safetensors.geometry.elementwise import Ops, apply
 from orbax_safetensors.geometry.encoding import Encoding, Role
 from orbax_safetensors.geometry.move import move_of
 from orbax_safetensors.geometry.pieces import Piece
-from orbax_safetensors.geometry.strided import Copy, Runs, keeps_order, merged, row_major, source_runs
+from orbax_safetensors.geometry.strided import Copy, Modes, Runs, keeps_order, merged, row_major, source_runs
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.plan import Block, same_bits
@@ -107,15 +107,11 @@ class LeafPart(NamedTuple):
 
     leaf: int
     blocks: tuple[Block, ...]
+    nbytes: int  # of the blocks
     recipe: Recipe | None = None
     starts: tuple[tuple[int, ...], ...] = ()
     orders: tuple[np.ndarray | None, ...] = ()
     mapped: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Of the blocks."""
-        return sum([block.nbytes for block in self.blocks])
 
 
 def packed_parts(checkpoint: Checkpoint, number: int, target: Target, part: Box | None = None) -> list[LeafPart] | None:
@@ -133,7 +129,8 @@ def packed_parts(checkpoint: Checkpoint, number: int, target: Target, part: Box 
     for alike in zip(*of_shards, strict=True):
         blocks = tuple([_bytes(*read) for step in alike for read in step.reads])
         starts, orders = tuple([step.start for step in alike]), tuple([step.order for step in alike])
-        parts.append(LeafPart(number, blocks, alike[0].recipe, starts, orders))
+        nbytes = len(alike) * sum([runs.nbytes for _, runs in alike[0].reads])
+        parts.append(LeafPart(number, blocks, nbytes, alike[0].recipe, starts, orders))
     return parts
 
 
@@ -219,6 +216,11 @@ def _made(
 
 def _bytes(name: str, runs: Runs) -> Block:
     """Return a block of the bytes of a tensor that `runs` are, one after the other."""
-    modes = merged((*runs.modes, (runs.length, 1)))
-    view = View((runs.nbytes,), _UINT8, (Piece(name, (0,), runs.begin, (modes,)),))
-    return Block(view, Box.whole(view.shape), view.shape, _UINT8)
+    box, dims = _packed(runs)
+    return Block(View(box.shape, _UINT8, (Piece(name, (0,), runs.begin, dims),)), box, box.shape, _UINT8)
+
+
+@lru_cache(maxsize=2**14)
+def _packed(runs: Runs) -> tuple[Box, tuple[Modes, ...]]:
+    """Return a box of all bytes that runs are, and its dimension."""
+    return Box.whole((runs.nbytes,)), (merged((*runs.modes, (runs.length, 1))),)
