@@ -38,3 +38,13 @@ def from_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
         made: jax.Array = jax.lax.bitcast_convert_type(bits, dtype)
         return made
     return bits
+
+
+def widened(array: jax.Array) -> jax.Array:
+    """Return bfloat16, or its bits, as float32.
+
+    This moves bits. After a conversion, LLVM would compute a product that is rounded to float16 in float16, and round
+    its operands as well.
+    """
+    bits = to_bits(array).astype(np.uint32) << np.uint32(16)
+    return from_bits(bits, np.dtype(np.float32))

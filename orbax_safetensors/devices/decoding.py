@@ -1,10 +1,11 @@
 """Decodes quantised tensors on devices: what `transfer.decode` computes with NumPy, as a part of a program of JAX.
 
 It computes `(value - zero) * scale * final` in float32 and in this order, as `transfer.decode` does. The results have
-the same bits, except that a NaN may have another payload, and that CPUs and TPUs set subnormal numbers to zero.
+the same bits, except that a NaN may be another NaN, and that CPUs and TPUs set subnormal numbers to zero.
 
-XLA rewrites arithmetic in ways that change results, so three forms are avoided: products with a constant before the
-scale, which it moves to the scale; divisions in float32, which are approximate on GPUs; sums of products.
+XLA rewrites arithmetic in ways that change results, so four forms are avoided: products with a constant before the
+scale, which it moves to the scale; divisions in float32, which are approximate on GPUs; sums of products; conversions
+from bfloat16, see `bits.widened`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
+from orbax_safetensors.devices.bits import widened
 from orbax_safetensors.geometry.code_box import Decoding, Span, Spread
 from orbax_safetensors.geometry.encoding import Order, Role
 
@@ -68,13 +70,17 @@ def _fields(words: jax.Array, numbers: jax.Array, bits: int, order: Order) -> ja
     shifts = numbers * np.uint32(bits)
     if order is Order.EVEN_FIRST:
         shifts = (numbers & np.uint32(1)) << np.uint32(4) | numbers >> np.uint32(1) << np.uint32(2)
-    return words.astype(np.uint32) >> shifts & np.uint32(2**bits - 1)
+    # In the dtype of the words, so that XLA transposes words, if it transposes before it decodes.
+    fields: jax.Array = words >> shifts.astype(words.dtype) & words.dtype.type(2**bits - 1)
+    return fields.astype(np.uint32)
 
 
 def _floats(scales: jax.Array, dtype: str, values: str) -> jax.Array:
     """Return stored scales as float32; see `transfer.decode` for exponents."""
     if dtype == "F8_E4M3":
         return lax.bitcast_convert_type(scales, ml_dtypes.float8_e4m3fn).astype(np.float32)
+    if dtype == "BF16":
+        return widened(scales)
     if dtype not in ("U8", "F8_E8M0"):
         return scales.astype(np.float32)
     exponents, least = scales.astype(np.uint32), np.uint32(values == "doubled F4")

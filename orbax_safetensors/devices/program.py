@@ -1,6 +1,6 @@
 """What devices make of bytes as they lie in files, as functions that JAX compiles.
 
-A program gives the bits that `transfer.strided_copy` gives, except that NaNs that it computes may have other payloads.
+A program gives the bits that `transfer.strided_copy` gives, except that NaNs that it computes may be other NaNs.
 XLA rewrites arithmetic in ways that change results; `refusal` says what the host has to do because of that.
 """
 
@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from orbax_safetensors.devices.bits import bit_width, is_float
+from orbax_safetensors.devices.bits import bit_width, is_float, widened
 from orbax_safetensors.devices.decoding import decoded
 from orbax_safetensors.geometry.code_box import Decoding
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Ops, Scale
@@ -182,26 +182,12 @@ def _computed(values: jax.Array, ops: Ops, dtype: np.dtype) -> jax.Array:
                 values = lax.mul(values, lax.full_like(values, factor))
             case Offset(term):
                 values = lax.add(values, lax.full_like(values, term))
-    return _rounded(values, dtype)
+    return _as(lax.convert_element_type(values, dtype), words_of(dtype))
 
 
-# With integers, float32 and bfloat16 are converted alike by every device, subnormals and NaNs included.
 def _wide(bits: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return elements of `dtype` as float32."""
-    if dtype == _BF16:
-        return _as(lax.shift_left(lax.convert_element_type(bits, np.uint32), np.uint32(16)), _F32)
-    return lax.convert_element_type(_as(bits, dtype), _F32)
-
-
-def _rounded(values: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return the words of float32 values, rounded to `dtype` as NumPy does."""
-    if dtype != _BF16:
-        return _as(lax.convert_element_type(values, dtype), words_of(dtype))
-    bits = _as(values, np.dtype("u4"))
-    half = lax.add(np.uint32(0x7FFF), lax.bitwise_and(lax.shift_right_logical(bits, np.uint32(16)), np.uint32(1)))
-    nan = lax.bitwise_or(lax.bitwise_and(bits, np.uint32(0x80000000)), np.uint32(0x7FC00000))
-    rounded = lax.select(lax.ne(values, values), nan, lax.add(bits, half))
-    return lax.convert_element_type(lax.shift_right_logical(rounded, np.uint32(16)), np.uint16)
+    return widened(bits) if dtype == _BF16 else lax.convert_element_type(_as(bits, dtype), _F32)
 
 
 def _as(array: jax.Array, dtype: np.dtype) -> jax.Array:

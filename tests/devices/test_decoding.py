@@ -1,7 +1,10 @@
 """Devices decode what the host does: the same bits, of every format, from exactly the bytes that a box needs."""
 
+import functools
 import itertools
+import re
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import event, given
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.quantized import quantized_tensors
+from orbax_safetensors.devices.decoding import decoded
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry.code_box import decoding_of
 from orbax_safetensors.geometry.encoding import Encoding, Order, Parameter, Role
@@ -107,6 +111,16 @@ def test_every_code_with_every_exponent(bits, values, dtype):
 def test_every_code_of_four_bits_with_every_scale_of_sixteen(values, dtype):
     scales = np.arange(2**16, dtype=np.uint16).view(dtype.numpy)
     whole(scaled((len(scales), 32), 4, values, dtype, (1, 32)), rows_of(EVERY_PAIR, scales), scales)
+
+
+def test_scales_in_bfloat16_are_widened_as_bits():
+    """Compilers for GPUs round what was converted from bfloat16 to float16, and multiply then."""
+    encoding = scaled((4, 32), 4, "offset4", BF16, (1, 32))
+    decoding, _ = decoding_of(copy_of(view_of(encoding)), encoding)
+    arguments = [jax.ShapeDtypeStruct(*each) for each in decoding.inputs]
+    program = jax.jit(functools.partial(decoded, decoding)).lower(arguments).as_text()
+    assert re.search(r"bitcast_convert.*xbf16>\) -> .*xui16>", program)
+    assert not re.search(r"stablehlo.convert.*xbf16>", program)
 
 
 @pytest.mark.parametrize("role", [Role.FACTOR, Role.DIVISOR], ids=lambda role: role.name)

@@ -107,10 +107,12 @@ def both(source, ops, dtype):
 @pytest.mark.parametrize(("source", "dtype"), [(F4, BF16), (BF16, F4)])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_bfloat16_and_float32_are_cast_with_every_bit(source, dtype, is_asked):
-    """Subnormals and NaNs included, though XLA on CPUs has no subnormals."""
+    """Subnormals included, though XLA on CPUs has no subnormals; what is rounded to a NaN may be any NaN."""
     recipe, _, found, expected = both(source, (Cast(dtype),) if is_asked else (), dtype)
     assert refusal(recipe, "gpu", lossless=False) is None
-    np.testing.assert_array_equal(words(found), words(expected))
+    may_differ = np.isnan(expected) if dtype == BF16 else np.zeros(expected.shape, bool)
+    assert np.isnan(found[may_differ]).all()
+    np.testing.assert_array_equal(words(found)[~may_differ], words(expected)[~may_differ])
 
 
 SMALL = [*FLOATS, *map(np.dtype, ("i1", "u1", "i2", "u2"))]
