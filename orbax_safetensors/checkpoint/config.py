@@ -28,8 +28,9 @@ QUANTIZATION_NAMES = (_MODELOPT_NAME, _GPTQ_NAME)
 # What a model computes in; a config may say anything.
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
-# The key of `transformers`, and that of `compressed-tensors` in older files.
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# The keys of `transformers`, of `compressed-tensors` in older files, and of MLX.
+_MLX_KEY = "quantization"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", _MLX_KEY)
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
@@ -83,12 +84,16 @@ def parse_config(file: File) -> dict[str, Any]:
 
 
 def quantization_config(config: Mapping[str, Any]) -> Any:
-    """Return how tensors are quantised: by the whole model's config, or by that of its text model."""
+    """Return how tensors are quantised: by the whole model's config, or by that of its text model.
+
+    MLX names no method; a config of its own key, whose copies other programs read, gets its name.
+    """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         for key in QUANTIZATION_KEYS:
-            if part.get(key) is not None:
-                return part[key]
+            if (stated := part.get(key)) is not None:
+                is_mlx = isinstance(stated, Mapping) and isinstance(part.get(_MLX_KEY), Mapping)
+                return {"quant_method": "mlx", **stated} if is_mlx else stated
     return None
 
 

@@ -37,6 +37,7 @@ _CODES = {
     "unsigned8": np.uint8,
     "F4": ml_dtypes.float4_e2m1fn,
     "doubled F4": ml_dtypes.float4_e2m1fn,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 # The leaves of a quantised tensor that are not its codes, as `qwix.QArray` names them, by what they are.
 _LEAVES = {Role.SCALE: "scale", Role.ZERO: "zero_point"}
@@ -131,7 +132,8 @@ def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoin
         scale, *others = encoding.parameters
         is_stored = encoding.values == checkpoint[tensor.codes].stored_dtype.name
         dtype = _CODES.get(encoding.values)
-        is_scaled = {each.role for each in others} <= {*_SECOND_LEVEL, Role.ZERO}
+        roles = {each.role for each in others}
+        is_scaled = roles <= ({Role.ZERO} if len(encoding.shape) > 2 else {*_SECOND_LEVEL, Role.ZERO})
         if encoding.final != 1 or encoding.padding or not is_scaled or not (is_stored or dtype):
             raise MappingError(
                 f"{tensor.codes!r} is {label(tensor)}: expected int, AWQ, GPTQ or MXFP4 without group indexes, NVFP4, "
@@ -141,8 +143,8 @@ def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoin
             values = encoding.values.removeprefix("doubled ")
             codes = replace(encoding, values=values, parameters=())
             quantized[name] = tensor._replace(parameters=(), encoding=codes, dtype=np.dtype(dtype))
-        if scale.dtype.name == "U8":
-            tensors[tensor.scales] = tensors[tensor.scales]._replace(stored_dtype=DTYPES["F8_E8M0"])
+        meant = DTYPES["F8_E8M0"] if scale.dtype.name == "U8" else scale.dtype
+        tensors[tensor.scales] = tensors[tensor.scales]._replace(stored_dtype=meant)
         for parameter, stored in zip(others, tensor.parameters[1:], strict=True):
             if parameter.role is Role.ZERO:
                 zeros = parameter.alone()

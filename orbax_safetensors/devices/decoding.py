@@ -1,16 +1,17 @@
 """Decodes quantised tensors on devices: what `transfer.decode` computes with NumPy, as a part of a program of JAX.
 
-It computes `(value - zero) * scale * final` in float32 and in this order, as `transfer.decode` does. The results have
-the same bits, except that a NaN may be another NaN, and that CPUs and TPUs set subnormal numbers to zero.
+It computes `((value - zero) * scale + bias) * final` in float32 and in this order, as `transfer.decode` does. The
+results have the same bits, except that a NaN may be another NaN, and that CPUs and TPUs set subnormal numbers to zero.
 
 XLA rewrites arithmetic in ways that change results, so four forms are avoided: products with a constant before the
-scale, which it moves to the scale; divisions in float32, which are approximate on GPUs; sums of products; conversions
-from bfloat16, see `bits.widened`.
+scale, which it moves to the scale; divisions in float32, which are approximate on GPUs; sums of products that are
+rounded, so scales have 16 bits if there is a bias; conversions from bfloat16, see `bits.widened`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 import jax
 import ml_dtypes
@@ -22,7 +23,7 @@ from orbax_safetensors.geometry.code_box import Decoding, Span, Spread
 from orbax_safetensors.geometry.encoding import Order, Role
 
 # What is subtracted from codes that are integers, by the name of their kind.
-_OFFSETS = {"offset2": 2, "offset4": 8, "offset8": 128, "unsigned2": 0, "unsigned4": 0, "unsigned8": 0}
+_OFFSETS = {"offset2": 2, "offset4": 8, "offset8": 128, **{f"unsigned{bits}": 0 for bits in range(2, 9)}}
 # The first ten bits of what the code 1 of FP4 means in float32: 0.5, or its double.
 _F4_ONES = {"F4": 252, "doubled F4": 254}
 
@@ -45,6 +46,9 @@ def decoded(decoding: Decoding, arrays: Sequence[jax.Array]) -> jax.Array:
     if Role.DIVISOR in by_role:
         scales = _divided(scales, by_role[Role.DIVISOR][1].reshape(1, 1, 1))
     elements = values.astype(np.float32) * _elements(scales, spread)
+    if Role.BIAS in by_role:
+        spread, stored = by_role[Role.BIAS]
+        elements = elements + _elements(_floats(stored, spread.parameter.dtype.name, decoding.values), spread)
     return elements * np.float32(decoding.final) if decoding.final != 1 else elements
 
 
@@ -54,6 +58,8 @@ def _values(decoding: Decoding, codes: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(codes, ml_dtypes.float8_e4m3fn).astype(np.float32)
     if decoding.values == "int8":
         return lax.bitcast_convert_type(codes, np.int8).astype(np.int32)
+    if 8 % decoding.bits:
+        return _across_bytes(decoding, codes).astype(np.int32) - np.int32(_OFFSETS[decoding.values])
     words = lax.broadcast_in_dim(codes, (*codes.shape, codes.dtype.itemsize * 8 // decoding.bits), (0, 1))
     fields = _fields(words, lax.broadcasted_iota(np.uint32, words.shape, 2), decoding.bits, decoding.order)
     fields = fields.reshape(decoding.rows, decoding.width)
@@ -63,6 +69,15 @@ def _values(decoding: Decoding, codes: jax.Array) -> jax.Array:
     one, size = np.uint32(_F4_ONES[decoding.values]), fields & np.uint32(7)
     magnitude = lax.select(size > np.uint32(1), size + one, size * one)
     return lax.bitcast_convert_type((fields & np.uint32(8)) << np.uint32(28) | magnitude << np.uint32(22), np.float32)
+
+
+def _across_bytes(decoding: Decoding, codes: jax.Array) -> jax.Array:
+    """Return codes that run over the ends of bytes, as `transfer.decode` does."""
+    bits, size = decoding.bits, lcm(decoding.bits, 8)
+    units = codes.reshape(decoding.rows, -1, size // 8).astype(np.uint32)
+    pairs = units | lax.pad(units[..., 1:], np.uint32(0), ((0, 0, 0), (0, 0, 0), (0, 1, 0))) << np.uint32(8)
+    fields = [pairs[..., at // 8] >> np.uint32(at % 8) & np.uint32(2**bits - 1) for at in range(0, size, bits)]
+    return lax.concatenate([field[..., None] for field in fields], 2).reshape(decoding.rows, decoding.width)
 
 
 def _fields(words: jax.Array, numbers: jax.Array, bits: int, order: Order) -> jax.Array:

@@ -102,6 +102,12 @@ def decoding_of(copy: Copy, encoding: Encoding) -> tuple[Decoding, tuple[Runs, .
         return "codes without scales"
     if Role.GROUP in by_role and 0 in by_role[Role.SCALE].block:
         return "group index of act-order"
+    if Role.BIAS in by_role and by_role[Role.SCALE].dtype.name == "F32":
+        return "products that are rounded before a sum"
+    if len(encoding.shape) > 2 and by_role.keys() & {Role.FACTOR, Role.DIVISOR}:
+        return "second scales of several matrices"
+    if any(parameter.divided != 1 for parameter in encoding.parameters):
+        return "scales that are divided"
     box = _box(copy, encoding)
     if isinstance(box, str):
         return box

@@ -34,6 +34,7 @@ class Role(Enum):
     SCALE_VALUES = "what each code of a scale means"
     FACTOR = "what the scale is multiplied by before"
     DIVISOR = "what the scale is divided by before"
+    BIAS = "what is added to a scaled element"
 
 
 class Order(Enum):
@@ -58,6 +59,7 @@ class Parameter:
       order: of the entries in a word.
       down: whether the entries of a word are neighbours in a column of the grid, not in a row.
       added: to each word, modulo 2**32, before its entries are taken.
+      divided: what each entry is divided by in float32.
     """
 
     role: Role
@@ -68,6 +70,7 @@ class Parameter:
     order: Order = Order.LOW_FIRST
     down: bool = False
     added: int = 0
+    divided: float = 1
 
     @property
     def word_bytes(self) -> int:

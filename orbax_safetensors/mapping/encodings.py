@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -23,6 +24,7 @@ Read = Callable[[str], bytes]  # the data of a small tensor by its name
 
 _WORD_BITS = 32
 _BITS = (2, 4, 8)
+_DENSE_BITS = (2, 3, 4, 5, 6, 8)  # of MLX's codes, which run over the ends of words
 _LONGEST_BLOCK = 4096  # elements of bitsandbytes' longest block
 _MX_GROUP = 32  # elements that share an exponent, by OCP's specification
 _SAYS = {Role.ZERO: "codes are asymmetric", Role.GROUP: "groups are permuted"}
@@ -77,7 +79,8 @@ class _Tensor:
         self.stored, self.settings, self.read = stored, settings, read
         self.found = stored[codes][0]
         self.shapes = {role: stored[name][0] for role, name in names.items()}
-        self.dtypes = {role: DTYPES[stored[name][1]] for role, name in names.items()}
+        self.formats = {each.role: each for each in row.parameters}
+        self.dtypes = {role: DTYPES[self.formats[role].meaning or stored[name][1]] for role, name in names.items()}
 
     def outputs(self) -> Quantized:
         """Return the tensor, whose rows are outputs."""
@@ -118,12 +121,16 @@ class _Tensor:
                 case Role.GROUP:
                     self._expect(role, (columns,))
                     parameters.append(Parameter(role, dtype, (1, columns), (kept[-2], 1)))
-                case _:  # of the whole tensor
-                    if prod(at) != 1 or len(found) > 2:
+                case Role.BIAS:
+                    self._expect(role, self.shapes[Role.SCALE])
+                    parameters.append(replace(parameters[0], role=role, dtype=dtype))
+                case _:  # of a whole matrix
+                    if at != found[:-2] and (prod(at) != 1 or len(found) > 2):
                         raise MappingError(
                             f"{self.names[role]!r}: expected one number for {self.codes!r}, found shape {at}"
                         )
-                    parameters.append(Parameter(role, dtype, (1, 1), (kept[-2], columns)))
+                    divided = self.formats[role].divided
+                    parameters.append(Parameter(role, dtype, (1, 1), (kept[-2], columns), divided=divided))
         encoding = self._encoding(shape, bits, values, parameters)
         axes = tuple(range(len(shape)))
         if row.layout is CodeLayout.BLOCKS:
@@ -136,6 +143,8 @@ class _Tensor:
         row = self.row
         if row.bits is not None:
             return row.bits, found[-1] * word_bits // row.bits
+        if not row.facts:
+            return self._stated_bits(found[-1] * word_bits)
         scale = self.shapes[Role.SCALE]
         groups = scale[-1] if len(scale) == 2 else 1
         candidates: set[tuple[int, int]] = set()
@@ -163,6 +172,21 @@ class _Tensor:
                 f"quantization_config, found shape {found} and scales of shape {scale}"
             )
         return fitting.pop(), columns
+
+    def _stated_bits(self, row_bits: int) -> tuple[int, int]:
+        """Return the bits that the config says of a code of this module, and how many codes a row has."""
+        stated = [scheme.bits for scheme in self.settings.schemes if scheme.kind == "int"]
+        if len(stated) != 1 or stated[0] not in _DENSE_BITS:
+            raise MappingError(
+                f"{self.codes!r}: expected codes of {', '.join(map(str, _DENSE_BITS))} bits, found "
+                f"{', '.join(map(str, stated)) or 'nothing'} for its module in quantization_config"
+            )
+        if row_bits % stated[0]:
+            raise MappingError(
+                f"{self.codes!r}: expected rows of codes of {stated[0]} bits, as in quantization_config, "
+                f"found {row_bits} bits"
+            )
+        return stated[0], row_bits // stated[0]
 
     def _integers(self, name: str) -> tuple[int, ...]:
         """Return the two numbers of a stored tensor that has a shape."""
@@ -197,6 +221,12 @@ class _Tensor:
         """Return what the config says of codes like these, or everything that there is if it does not say anything."""
         kind = "float" if self.row.values.endswith(("F4", "F8_E4M3")) else "int"
         said = self.settings.of(kind, bits)
+        if not said and self.settings.method == "mlx":
+            described = " or ".join(f"{each.kind} {each.bits}" for each in self.settings.schemes)
+            raise MappingError(
+                f"{self.codes!r}: expected codes of {described or 'no'} bits, as in quantization_config, "
+                f"found {self.row.name.format(bits=bits)}"
+            )
         if size := self.row.group:
             groups = {scheme.group for scheme in said} - {None}
             if groups and size not in groups:

@@ -121,6 +121,11 @@ class Tree(dict[str, View]):
         self.shared: frozenset[str] = frozenset(shared)
 
 
+def is_stored(name: str) -> bool:
+    """Return whether a checkpoint has a tensor of this name, for models that are stored in several ways."""
+    return name in (_describe_context.get().shapes or {})
+
+
 def checked_patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns; `MappingError` if they are not regular expressions."""
     if isinstance(patterns, str):

@@ -27,12 +27,17 @@ class CodeLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterFormat:
-    """A parameter: the endings that its name may have in place of that of the codes, and the dtypes it may have."""
+    """A parameter: the endings that its name may have in place of that of the codes, and the dtypes it may have.
+
+    `meaning` is the dtype of its entries if they are stored as another, and `divided` as in `Parameter`.
+    """
 
     role: Role
     endings: tuple[str, ...]
     dtypes: tuple[str, ...]
     required: bool = True
+    meaning: str | None = None
+    divided: float = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a row is the same only as itself, and quick to hash
@@ -100,6 +105,12 @@ _NESTED = (
 _OF_MODULE = (ParameterFormat(Role.SCALE, (".scale",), ("F8_E8M0",)),)
 _EXPERTS = (ParameterFormat(Role.SCALE, ("_scales",), ("U8",)),)
 _SCB = (ParameterFormat(Role.SCALE, (".SCB",), ("F32",)),)
+_AFFINE = (ParameterFormat(Role.SCALE, (".scales",), FLOATS), ParameterFormat(Role.BIAS, (".biases",), FLOATS))
+_MLX_EXPONENT = (ParameterFormat(Role.SCALE, (".scales",), ("U8",)),)
+_MLX_FP8_SCALE = (
+    ParameterFormat(Role.SCALE, (".scales",), ("U8",), meaning="F8_E4M3"),
+    ParameterFormat(Role.FACTOR, (".global_scale",), ("F32",), required=False, divided=448 * 6),
+)
 
 FORMATS = (
     # compressed-tensors, as llm-compressor writes it.
@@ -155,4 +166,9 @@ FORMATS = (
     Format(
         "bitsandbytes int8", ".weight", ".weight", ("I8",), "int8", 8, _SCB, facts=(".weight_format",), final=1 / 127
     ),
+    # MLX. Words of 32 bits are bytes in order, and a stream of codes that runs over the ends of both.
+    Format("MLX {bits} bits", ".weight", ".weight", ("U32",), "unsigned{bits}", None, _AFFINE, method="mlx"),
+    Format("MXFP4", ".weight", ".weight", ("U32",), "doubled F4", 4, _MLX_EXPONENT, group=32, method="mlx"),
+    Format("NVFP4", ".weight", ".weight", ("U32",), "F4", 4, _MLX_FP8_SCALE, group=16, method="mlx"),
+    Format("MXFP8", ".weight", ".weight", ("U32",), "F8_E4M3", 8, _MLX_EXPONENT, group=32, method="mlx"),
 )

@@ -67,17 +67,21 @@ def quantization(config: Mapping[str, Any] | None, stored: StoredTypes, read: Re
     for codes, (_, dtype) in stored.items():
         for row in _BY_DTYPE.get(dtype, ()):
             names = _names(row, codes, stored) if codes.endswith(row.codes) and codes not in taken else None
-            if names is None or not _is_meant(row, settings, codes, names, stored):
+            if names is None:
+                continue
+            own = settings.of_module(ended(codes, row.codes, ""))
+            if not _is_meant(row, own, codes, names, stored):
                 continue
             name = ended(codes, row.codes, row.tensor)
             if name in stored and name != codes:
                 raise MappingError(f"{name!r}: expected it either plain or as {codes!r}, found both")
-            key = row, stored[codes], tuple(names), tuple([stored[parameter] for parameter in names.values()])
+            parameters = tuple([stored[parameter] for parameter in names.values()])
+            key = row, stored[codes], tuple(names), parameters, own.schemes
             if key in alike:
                 tensor = alike[key].renamed(name, codes, names)
             else:
                 descriptions_read.clear()
-                tensor = encoded(row, name, codes, names, stored, settings, read_description)
+                tensor = encoded(row, name, codes, names, stored, own, read_description)
                 if not descriptions_read:
                     alike[key] = tensor
             tensors[name] = tensor
@@ -141,6 +145,13 @@ def _is_meant(row: Format, settings: Settings, codes: str, names: Mapping[Role, 
     """Return whether a format is that of `codes`, if another one stores tensors with the same names and dtypes."""
     if row.method is None:
         return True
+    if row.method == "mlx":
+        if row.bits is None or row.group is None:  # the only one with biases
+            return True
+        if said := [(scheme.bits, scheme.group) for scheme in settings.schemes if scheme.kind == "float"]:
+            return (row.bits, row.group) in said
+        words, groups = stored[codes][0][-1:], stored[names[Role.SCALE]][0][-1:]
+        return words == tuple([size * row.group * row.bits // 32 for size in groups])
     if settings.method in ("awq", "gptq"):
         return settings.method == row.method
     outputs_in_words = stored[codes][0][-1:] != stored[names[Role.SCALE]][0][-1:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
@@ -20,7 +20,10 @@ _METHODS = (
     "awq",
     "gptq",
     "bitsandbytes",
+    "mlx",
 )
+# The bits of a code and the size of a group that MLX takes if a config does not say them, by the mode.
+_MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 # Methods with versions that store codes in other ways: the key of the version, and those that are known.
 _VERSIONS = {"awq": ("version", ("gemm",)), "gptq": ("checkpoint_format", ("gptq", "gptq_v2"))}
 # Which weights of ModelOpt share a scale, by `quant_algo`; its configs do not say the size of blocks.
@@ -56,12 +59,19 @@ class Settings(NamedTuple):
       schemes: of quantised tensors; if there are none for some codes, these may be stored in any way.
       zero_added: to each field of a word of GPTQ's zero points.
       in_order: whether no groups are permuted; None if it does not say.
+      own: the schemes of a module by its name, None if it has those of all others.
     """
 
     method: str | None = None
     schemes: tuple[Scheme, ...] = ()
     zero_added: int = 1
     in_order: bool | None = None
+    own: Callable[[str], tuple[Scheme, ...] | None] = lambda module: None
+
+    def of_module(self, module: str) -> Settings:
+        """Return what is said of one module."""
+        own = self.own(module)
+        return self if own is None else self._replace(schemes=own)
 
     def of(self, kind: str, bits: int) -> list[Scheme]:
         """Return the schemes of codes of a kind."""
@@ -80,7 +90,8 @@ def settings_of(config: Mapping[str, Any] | None) -> Settings:
     version = _checked_version(method, config)
     permuted = _flag(config, "desc_act", None)
     schemes = tuple(_schemes(method, config))
-    return Settings(method, schemes, version != "gptq_v2", None if permuted is None else not permuted)
+    settings = Settings(method, schemes, version != "gptq_v2", None if permuted is None else not permuted)
+    return settings._replace(own=_mlx_modules(config).get) if method == "mlx" else settings
 
 
 def _schemes(method: str, config: Mapping[str, Any]) -> Iterator[Scheme]:
@@ -93,6 +104,8 @@ def _schemes(method: str, config: Mapping[str, Any]) -> Iterator[Scheme]:
         required = {Role.GROUP} if method == "gptq" and config.get("desc_act") else set()
         strategy = "channel" if config.get("group_size") == -1 else "group"
         yield _scheme("int", config.get("bits", 4), strategy, config.get("group_size"), required)
+    elif method == "mlx":
+        yield _mlx(config)
     elif method == "bitsandbytes":
         yield Scheme("int", 8, "channel")
     elif block is not None:
@@ -133,6 +146,29 @@ def _compressed(config: Mapping[str, Any]) -> Iterator[Scheme]:
                     "quantization_config: expected strategy tensor, channel, group, tensor_group or block, "
                     f"found {shown(strategy)}"
                 )
+
+
+def _mlx(entry: Mapping[str, Any]) -> Scheme:
+    """Return what MLX says of all modules, or of one."""
+    mode = entry.get("mode") or "affine"
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise MappingError(f"quantization_config: expected mode {', '.join(_MODES)}, found {shown(mode)}")
+    bits, group = (
+        usual if entry.get(key) is None else entry[key]
+        for key, usual in zip(("bits", "group_size"), _MODES[mode], strict=True)
+    )
+    if mode != "affine" and (bits, group) != _MODES[mode]:
+        raise MappingError(
+            f"quantization_config: expected {_MODES[mode]} as bits and group_size of mode {mode}, "
+            f"found {shown((bits, group))}"
+        )
+    return _scheme("int" if mode == "affine" else "float", bits, "group", group, set())
+
+
+def _mlx_modules(config: Mapping[str, Any]) -> dict[str, tuple[Scheme, ...]]:
+    """Return the schemes of the modules that have an entry of their own: none of those that stay plain."""
+    entries = {name: entry for name, entry in config.items() if isinstance(entry, Mapping) or entry is False}
+    return {name: () if entry is False else (_mlx(entry),) for name, entry in entries.items()}
 
 
 def _scheme(kind: str, bits: Any, strategy: str, group: Any, required: set[Role]) -> Scheme:

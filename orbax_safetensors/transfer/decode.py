@@ -1,8 +1,8 @@
 """Decodes quantised tensors with NumPy: one decoder for every `Encoding`.
 
-What it computes, in float32 and in this order, is `(value - zero) * scale * final`, where `value` is what the code
-means, and `scale` is a stored number, or one that two levels of scales make. That is what the programs do that models
-are published with, so the results, which are rounded once, have the same bits.
+What it computes, in float32 and in this order, is `((value - zero) * scale + bias) * final`, where `value` is what the
+code means, and `scale` is a stored number, or one that two levels of scales make. That is what the programs do that
+models are published with, so the results, which are rounded once, have the same bits.
 
 Elements are computed in one of two ways. If few scales are different, a table has the results for every byte of codes,
 and nothing is computed for each element. Otherwise, a table has the values of every byte, and NumPy does the rest.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple
 
 import ml_dtypes
@@ -104,6 +105,9 @@ def decode(
         terms = [(np.multiply, _scales(encoding, by_role))]
     if Role.ZERO in by_role:
         terms.insert(0, (np.subtract, by_role[Role.ZERO]))
+    if Role.BIAS in by_role:
+        biases = by_role[Role.BIAS]
+        terms.append((np.add, biases._replace(entries=biases.entries.astype(np.float32))))
     buffer = np.empty((min(step, len(area.rows)) * fields, width), np.float32)
     for part in parts:
         count = len(area.rows[part])
@@ -199,7 +203,7 @@ def _check_groups(encoding: Encoding, area: Area, by_role: dict[Role, _Parameter
 def _entries(parameter: Parameter, words: np.ndarray) -> np.ndarray:
     """Return the entries in a matrix of words, of their stored dtype or unpacked."""
     if not parameter.bits:
-        return words
+        return words if parameter.divided == 1 else words / np.float32(parameter.divided)
     if parameter.added:
         words = words + np.uint32(parameter.added)
     shifts = np.arange(0, 32, parameter.bits, dtype=np.uint32)
@@ -229,7 +233,9 @@ def _integers(encoding: Encoding, codes: np.ndarray) -> np.ndarray:
         shifts = np.arange(0, 32, bits, dtype=np.uint32)[:, None]
         words = codes.view("<u4")
         return (words[:, None] >> shifts & np.uint32(2**bits - 1)).reshape(-1, words.shape[1])
-    for width in range(4, bits - 1, -2):  # every byte becomes two, which have half of it each
+    if 8 % bits:
+        codes = _across_bytes(codes, bits)
+    for width in () if 8 % bits else range(4, bits - 1, -2):  # every byte becomes two, which have half of it each
         wide = codes.astype("<u2")
         wide |= wide << np.uint16(8 - width)
         wide &= np.uint16((2**width - 1) * 0x0101)
@@ -237,6 +243,19 @@ def _integers(encoding: Encoding, codes: np.ndarray) -> np.ndarray:
     if encoding.values.startswith("unsigned"):
         return codes
     return (codes - np.uint8(_OFFSETS[encoding.values])).view(np.int8)
+
+
+def _across_bytes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Return codes that run over the ends of bytes, the first in the lowest bits, in a byte each."""
+    units = codes.reshape(len(codes), -1, lcm(bits, 8) // 8)
+    fields = np.empty((*units.shape[:2], lcm(bits, 8) // bits), np.uint8)
+    for number in range(fields.shape[2]):
+        at, shift = divmod(number * bits, 8)
+        field = units[..., at] >> np.uint8(shift)
+        if shift + bits > 8:
+            field |= units[..., at + 1] << np.uint8(8 - shift)
+        np.bitwise_and(field, np.uint8(2**bits - 1), out=fields[..., number])
+    return fields.reshape(len(codes), -1)
 
 
 def _values(encoding: Encoding) -> np.ndarray | None:

@@ -213,6 +213,32 @@ def test_an_aligned_tensor_is_decoded_too(tmp_path, rng):
     same(restored["w"], codes.astype(np.float32))
 
 
+MLX = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"quantization": MLX}, "MXFP4"),
+        ({"quantization": MLX, "quantization_config": MLX}, "MXFP4"),
+        ({"text_config": {"quantization": MLX}}, "MXFP4"),
+        ({"quantization": MLX, "quantization_config": {"quant_method": "hqq"}}, "expected quant_method .* found 'hqq'"),
+        ({"quantization_config": MLX}, "expected quant_method .* found None"),
+    ],
+    ids=str,
+)
+def test_configs_of_mlx_name_no_method(tmp_path, config, found):
+    rng = np.random.default_rng(2)
+    codes, scales = rng.integers(0, 2**32, (8, 16), np.uint32), rng.integers(120, 130, (8, 4), np.uint8)
+    write(tmp_path / "model.safetensors", {"a.weight": codes, "a.scales": scales})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if found == "MXFP4":
+        assert ost.load(tmp_path, family="dequantized")["a"]["weight"].shape == (8, 128)
+        return
+    with pytest.raises(ost.MappingError, match=found):
+        ost.load(tmp_path, family="dequantized")
+
+
 class TestMxfp4:
     EXPERTS, HIDDEN, WIDTH = 4, 96, 64
 

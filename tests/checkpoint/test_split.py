@@ -225,9 +225,34 @@ def nvfp4_of_modelopt(rng):
     return stored, E2M1[codes], scale.astype(np.float32) * factor, np.dtype(ml_dtypes.float4_e2m1fn)
 
 
+def nvfp4_of_mlx(rng):
+    codes, scale = rng.integers(0, 16, (16, 64)), rng.uniform(1, 400, (16, 4)).astype(F8)
+    second = rng.uniform(100, 3000, ()).astype(np.float32)
+    stored = {"a.weight": halves(codes).view(np.uint32), "a.scales": scale.view(np.uint8), "a.global_scale": second}
+    return (
+        stored,
+        E2M1[codes],
+        scale.astype(np.float32) * (second / np.float32(2688)),
+        np.dtype(ml_dtypes.float4_e2m1fn),
+    )
+
+
+def mxfp8_of_mlx(rng):
+    codes, scale = rng.integers(0, 0x7F, (16, 64)).astype(np.uint8), rng.integers(100, 150, (16, 2)).astype(np.uint8)
+    stored = {"a.weight": codes.view(np.uint32), "a.scales": scale}
+    return stored, codes.view(F8).astype(np.float32), scale.view(ml_dtypes.float8_e8m0fnu), F8
+
+
 @pytest.mark.parametrize(
     ("packed", "spec"),
-    [(int4, P("y")), (mxfp4, P(None, "y")), (nvfp4, P(None, ("x", "y"))), (nvfp4_of_modelopt, P())],
+    [
+        (int4, P("y")),
+        (mxfp4, P(None, "y")),
+        (nvfp4, P(None, ("x", "y"))),
+        (nvfp4_of_modelopt, P()),
+        (nvfp4_of_mlx, P("x", "y")),
+        (mxfp8_of_mlx, P("y")),
+    ],
 )
 @pytest.mark.both_devices
 def test_codes_of_less_than_a_byte(tmp_path, packed, spec, mesh):
@@ -369,6 +394,18 @@ def test_what_is_not_codes_times_scales(tmp_path):
     index = rng.permutation(np.arange(64, dtype=np.int32) // 32)
     write(tmp_path / "model.safetensors", plain | {"a.weight_g_idx": index})
     with pytest.raises(ost.MappingError, match="'a.weight_packed' is int4, group 32: expected int, AWQ, GPTQ or MXFP4"):
+        ost.load(tmp_path, family="dequantized", options=SPLIT)
+
+
+def test_biases_are_not_split():
+    with pytest.raises(ost.MappingError, match="weight' is MLX 4 bits, group 64: expected int, AWQ, GPTQ or MXFP4"):
+        ost.load(TESTDATA / "quantized" / "mlx-4bit-g64", family="dequantized", options=SPLIT)
+
+
+def test_second_scales_of_experts_are_not_split(tmp_path):
+    stored, *_ = nvfp4_of_mlx(np.random.default_rng(5))
+    write(tmp_path / "model.safetensors", {name: np.stack([array] * 2) for name, array in stored.items()})
+    with pytest.raises(ost.MappingError, match="'a.weight' is NVFP4, group 16: expected int, AWQ, GPTQ or MXFP4"):
         ost.load(tmp_path, family="dequantized", options=SPLIT)
 
 

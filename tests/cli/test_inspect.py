@@ -212,6 +212,8 @@ def test_statistics_have_one_name(cli, model):
         ("mxfp8-method", {"MXFP8, group 32"}),
         ("ct-fp8-channel-dynamic", {"fp8, channel"}),
         ("ct-nvfp4", {"NVFP4, group 16"}),
+        ("mlx-4bit-g64", {"MLX 4 bits, group 64", "MLX 8 bits, group 64"}),
+        ("mlx-mxfp4", {"MXFP4, group 32"}),
         ("bnb-nf4-double", {"bitsandbytes 4 bits, group 64"}),
     ],
 )

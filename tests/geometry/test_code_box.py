@@ -1,6 +1,7 @@
 """What is read for a box that a device decodes: each byte that it needs, once, and words that find their elements."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -232,10 +233,27 @@ def with_parameters(encoding, *parameters):
             "blocks that run over the ends of rows",
         ),
         ((), "codes without scales"),
+        (
+            (Parameter(Role.SCALE, F32, (512, 6), (1, 128)), Parameter(Role.BIAS, F32, (512, 6), (1, 128))),
+            "products that are rounded before a sum",
+        ),
+        (
+            (
+                Parameter(Role.SCALE, F16, (512, 6), (1, 128)),
+                Parameter(Role.FACTOR, F32, (1, 1), (512, 768), divided=2),
+            ),
+            "scales that are divided",
+        ),
+        (
+            (Parameter(Role.SCALE, F16, (512, 6), (1, 128)), Parameter(Role.FACTOR, F32, (1, 1), (512, 768))),
+            "second scales of several matrices",
+        ),
     ],
 )
 def test_formats_that_the_host_decodes(parameters, wanted):
     encoding = with_parameters(INT4, *parameters)
+    if "several" in wanted:
+        encoding = replace(encoding, shape=(2, *encoding.shape))
     assert reason(encoding, view_of(encoding)) == wanted
 
 

@@ -22,7 +22,7 @@ NAMES = sorted(path.name for path in QUANTIZED.iterdir() if path.is_dir())
 BF16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 # Their tables have +0 for the code of -0.
 UNSIGNED_ZEROS = {"deepseek-v4-fp4-experts", "modelopt-nvfp4-kv", "modelopt-nvfp4-mlp-hfquant"}
-WHOLE = ["comfy-scaled-fp8"]  # models with all of their tensors
+WHOLE = ["comfy-scaled-fp8", "mlx-4bit-g64", "mlx-4bit-moe", "mlx-mxfp4"]  # models with all of their tensors
 PLAIN = ("norm.weight", "norm_weight", "embed_tokens.weight", "lm_head.weight")
 # Every checkpoint is sharded over both dimensions, and four of different formats over each and with either dtype.
 FOUR = ["awq-g128", "ct-fp8-block", "ct-int4-g32-g_idx", "modelopt-nvfp4-kv"]
@@ -87,9 +87,13 @@ def test_a_whole_tree_has_every_tensor_and_nothing_of_the_quantisation(name):
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.both_devices
 def test_a_family_of_maxtext_sees_the_values(name, tmp_path):
     """Over eight devices, as it sees a plain copy of the same model."""
     stored, values = ost.load(QUANTIZED / name), values_of(name)
+    for key in [key for key in values if ".switch_mlp." in key]:
+        experts = {key.replace("switch_mlp", f"experts.{e}"): expert for e, expert in enumerate(values.pop(key))}
+        values |= experts
     plain = {key: np.asarray(stored[key], np.float32) for key in stored if key.endswith(PLAIN)} | values
     save_file(plain, tmp_path / "model.safetensors")
     config = without_quantization(json.loads((QUANTIZED / name / "config.json").read_text()))

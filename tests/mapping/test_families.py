@@ -342,6 +342,21 @@ def test_trees_of_other_sizes_have_as_many_leaves_as_maxtexts(name, text, tower,
             assert len(tree) == leaves
 
 
+KEPT_BY_MLX = {"gemma2", "gemma3", "llama2", "llama3.1", "mistral", "mixtral", "qwen2.5", "qwen3", "qwen3-moe"}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_models_that_mlx_changes_are_refused(name):
+    """Norms of which 1 is taken, projections in parts, and the like would load as if they were published ones."""
+    sample = Sample(name)
+    sample.config["quantization"] = {"group_size": 64, "bits": 4}
+    if name in KEPT_BY_MLX:
+        assert sample.describe() == Sample(name).describe()
+        return
+    with pytest.raises(MappingError, match="config.json is of MLX, .* family='dequantized' returns them"):
+        sample.describe()
+
+
 def test_a_config_without_what_is_needed_is_refused():
     sample = Sample("qwen3")
     del sample.config["intermediate_size"]

@@ -249,6 +249,10 @@ GPTQ_STORED = {
 }
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 AWQ_STORED = {"a.qweight": ((64, 2), "I32"), "a.qzeros": ((2, 2), "I32"), "a.scales": ((2, 16), "F16")}
+MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4}
+MLX_STORED = {"a.weight": ((6, 16), "U32"), "a.scales": ((6, 2), "BF16"), "a.biases": ((6, 2), "BF16")}
+MLX_FP4 = MLX | {"group_size": 32, "mode": "mxfp4"}
+MLX_FP4_STORED = {"a.weight": ((6, 16), "U32"), "a.scales": ((6, 4), "U8")}
 BNB = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 INT8 = {"a.weight": ((6, 8), "I8"), "a.SCB": ((6,), "F32"), "a.weight_format": ((), "U8")}
 
@@ -294,6 +298,38 @@ INT8 = {"a.weight": ((6, 8), "I8"), "a.SCB": ((6,), "F32"), "a.weight_format": (
         (GPTQ, GPTQ_STORED, {"a.qweight": ((8,), "I32")}, r"'a.qweight': expected two dimensions, found shape \(8,\)"),
         (GPTQ | {"bits": 8}, GPTQ_STORED, {}, r"'a.qweight': expected codes of .*8.* bits.* found 4"),
         (GPTQ | {"group_size": 4, "desc_act": False}, GPTQ_STORED, {"a.scales": ((16, 16), "F16")}, "'a.qzeros'"),
+        (None, MLX_STORED, {}, r"'a.weight': expected codes of 2, .* bits, found nothing for its module in quantiz"),
+        (MLX | {"a": False}, MLX_STORED, {}, "'a.weight': expected codes of 2, .* bits, found nothing for its module"),
+        (MLX | {"a": {"bits": 8, "group_size": 64}}, MLX_STORED, {}, r"'a.scales': expected \(6, 1\) for groups of 64"),
+        (MLX | {"bits": 8}, MLX_STORED, {}, r"'a.scales': expected \(6, 1\) for groups of 64 .* \(6, 2\)"),
+        (MLX | {"bits": 7}, MLX_STORED, {}, "'a.weight': expected codes of 2, .* bits, found 7 for its module"),
+        (MLX | {"bits": 0}, MLX_STORED, {}, "'a.weight': expected codes of 2, .* bits, found 0 for its module"),
+        (MLX | {"bits": "4"}, MLX_STORED, {}, "expected integers as bits and group_size, .* found '4' and 64"),
+        (MLX | {"bits": 3}, MLX_STORED, {}, "'a.weight': expected rows of codes of 3 bits, .* found 512 bits"),
+        (MLX | {"group_size": 96}, MLX_STORED, {}, "'a.scales': expected none for groups of 96 .*, found shape"),
+        (MLX | {"mode": "mxfp6"}, MLX_STORED, {}, "expected mode affine, mxfp4, nvfp4, mxfp8, found 'mxfp6'"),
+        (MLX_FP4, MLX_STORED, {}, "'a.weight': expected codes of 2, .* bits, found nothing for its module"),
+        (MLX, MLX_STORED, {"a.scales": None}, "'a.weight' is U32: expected its scales 'a.scales', found no such"),
+        (MLX, MLX_STORED, {"a.biases": None}, "'a.weight' is U32: expected 'a.biases', found no such tensor"),
+        (MLX, MLX_STORED, {"a.biases": ((6, 1), "BF16")}, r"'a.biases': expected shape \(6, 2\) .* found \(6, 1\)"),
+        (MLX, MLX_STORED, {"a.weight": ((6, 16), "I32")}, "'a.weight': expected the codes of 'a.scales' in U32, found"),
+        (MLX, MLX_FP4_STORED, {}, "'a.weight': expected codes of int 4 bits, as in quantization_config, found MXFP4"),
+        (
+            MLX_FP4 | {"mode": "nvfp4"},
+            MLX_FP4_STORED,
+            {},
+            r"\(4, 16\) as bits and group_size of mode nvfp4, .*\(4, 32\)",
+        ),
+        (MLX_FP4 | {"mode": "nvfp4", "group_size": 16}, MLX_FP4_STORED, {}, r"\(6, 8\) for groups of 16 .* \(6, 4\)"),
+        (MLX_FP4, MLX_FP4_STORED, {"a.scales": ((6, 8), "U8")}, r"\(6, 4\) for groups of 32 .* \(6, 8\)"),
+        (MLX_FP4, MLX_FP4_STORED, {"a.scales": ((6, 3), "U8")}, r"\(6, 4\) for groups of 32 .* \(6, 3\)"),
+        (MLX_FP4, MLX_FP4_STORED, {"a.scales": ((5, 4), "U8")}, r"expected \(6, 4\) for groups of 32 .* \(5, 4\)"),
+        (
+            MLX_FP4 | {"mode": "nvfp4", "group_size": 16},
+            MLX_FP4_STORED,
+            {"a.scales": ((6, 8), "U8"), "a.global_scale": ((6,), "F32")},
+            r"'a.global_scale': expected one number for 'a.weight', found shape \(6,\)",
+        ),
         (AWQ, AWQ_STORED, {"a.qzeros": ((2, 3), "I32")}, r"'a.qzeros': expected shape \(2, 2\) .* \(2, 3\)"),
         (AWQ, AWQ_STORED, {"a.scales": ((2, 15), "F16")}, r"'a.scales': expected shape \(64 / 32, 16\) .* \(2, 15\)"),
         (AWQ, AWQ_STORED, {"a.g_idx": ((64,), "I32")}, "'a.g_idx': does not fit 'a.qweight'"),
@@ -311,7 +347,7 @@ def test_what_does_not_fit_a_packed_format_is_named(config, stored, changed, sai
 
 
 E4M3, EXPERTS = (6, 16), (3, 16, 32)
-MLX = {"group_size": 64, "bits": 4, "quantization": {}}
+OF_NO_METHOD = {"group_size": 64, "bits": 4}
 HQQ = {"quant_method": "hqq"}
 
 
@@ -324,9 +360,7 @@ HQQ = {"quant_method": "hqq"}
         (FP8, ("a.weight", E4M3, "F8_E4M3"), ("a.weight.scale", (), "F32"), {}),
         (None, ("a.weight", E4M3, "F8_E5M2"), ("a.amax", (1,), "F32"), {}),
         (None, ("a_weight", E4M3, "F8_E4M3FNUZ"), ("a_descale", (), "F32"), {}),
-        (None, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 1), "BF16"), {"a.biases": ((6, 1), "BF16")}),
-        (MLX, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 1), "BF16"), {"a.biases": ((6, 1), "BF16")}),
-        (None, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 2), "U8"), {}),
+        (OF_NO_METHOD, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 1), "BF16"), {"a.biases": ((6, 1), "BF16")}),
         (None, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_weight_scale", (), "F32"), {}),
         (MODELOPT, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_weight_scale", (3,), "F32"), {}),
         (

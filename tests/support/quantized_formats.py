@@ -254,6 +254,48 @@ def gptq(draw: Any) -> Sample:
     return Sample(config, stored, np.ascontiguousarray(values.T))
 
 
+def dense(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Words of 32 bits of the codes of each row as one stream of bits, low bits first."""
+    each = (codes[..., None] >> np.arange(bits) & 1).astype(np.uint8)
+    return np.packbits(each.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little").view("<u4")
+
+
+@st.composite
+def mlx(draw: Any) -> Sample:
+    """Affine codes of every size, and the modes of OCP and NVIDIA, of matrices and of stacked experts."""
+    rng, rows, groups = draw(_seeds), draw(st.integers(1, 20)), draw(st.integers(1, 4))
+    leading = draw(st.sampled_from([(), (), (3,)]))
+    mode = draw(st.sampled_from(["affine", "affine", "mxfp4", "nvfp4", "mxfp8"]))
+    bits, size = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}.get(mode) or draw(
+        st.tuples(st.sampled_from([2, 3, 4, 5, 6, 8]), st.sampled_from([32, 64, 128]))
+    )
+    codes, grid = rng.integers(0, 2**bits, (*leading, rows, groups * size)), (*leading, rows, groups)
+    if mode == "affine":
+        dtype = draw(st.sampled_from(FLOATS))
+        scale, biases = scales_of(rng, grid, dtype), scales_of(rng, grid, dtype)
+        beside = {"m.scales": scale, "m.biases": biases}
+        values = codes.astype(np.float32) * spread(scale.astype(np.float32), codes.shape, 1, size)
+        values = values + spread(biases.astype(np.float32), codes.shape, 1, size)
+    elif mode == "nvfp4":
+        scale = rng.uniform(0.01, 448, grid).astype(F8)
+        beside, floats = {"m.scales": scale.view(np.uint8)}, scale.astype(np.float32)
+        if draw(st.booleans()):
+            second = rng.uniform(1, 5000, leading or draw(st.sampled_from([(), (1,)]))).astype(np.float32)
+            beside["m.global_scale"] = second
+            floats = floats * (second / np.float32(2688)).reshape(*leading, 1, 1)
+        values = E2M1[codes] * spread(floats, codes.shape, 1, size)
+    else:
+        scale, floats = exponents(rng, grid)
+        codes = codes & 0xF7 if mode == "mxfp8" else codes  # no NaN
+        meant = codes.astype(np.uint8).view(F8).astype(np.float32) if mode == "mxfp8" else E2M1[codes]
+        beside = {"m.scales": scale}
+        values = (meant.astype(np.float64) * spread(floats, codes.shape, 1, size)).astype(np.float32)
+    entry = {"group_size": size, "bits": bits, "mode": mode}
+    others = {"group_size": 64, "bits": 4}
+    config = draw(st.sampled_from([entry, {**others, "m": entry, "lm_head": False}, {**entry, "n": others}]))
+    return Sample({"quant_method": "mlx", **config}, {"m.weight": dense(codes, bits), **beside}, values)
+
+
 @st.composite
 def bitsandbytes4(draw: Any) -> Sample:
     """NF4 and FP4, with scales in float32 or nested; blocks go over the ends of rows, and the last may be short."""
@@ -296,6 +338,7 @@ FORMATS = {
     "powers of two": powers_of_two(),
     "AWQ": awq(),
     "GPTQ": gptq(),
+    "MLX": mlx(),
     "bitsandbytes 4 bits": bitsandbytes4(),
     "bitsandbytes int8": bitsandbytes8(),
 }

@@ -7,6 +7,7 @@ All families have these switches: `scan_layers`, whether layers are stacked in o
 dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is padded with zeros.
 """
 
+from orbax_safetensors.mapping.families.maxtext.common import changed_by_mlx
 from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2
 from orbax_safetensors.mapping.families.maxtext.deepseek4 import DEEPSEEK4
 from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
@@ -20,29 +21,35 @@ from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN
 from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_5, QWEN3_NEXT
 from orbax_safetensors.mapping.families.maxtext.qwen3_vl import QWEN3_OMNI, QWEN3_VL, QWEN3_VL_MOE
 
+# mlx-lm leaves the tensors of the first as they are, except for names.
 FAMILIES = (
     QWEN3,
     QWEN3_MOE,
-    QWEN3_VL,
-    QWEN3_VL_MOE,
-    QWEN3_OMNI,
-    QWEN3_NEXT,
-    QWEN3_5,
     QWEN2_5,
     LLAMA3,
-    LLAMA4,
     MISTRAL,
     MIXTRAL,
-    DEEPSEEK2,
-    DEEPSEEK3,
-    DEEPSEEK3_2,
-    DEEPSEEK4,
-    GPT_OSS,
     GEMMA2,
     GEMMA3,
-    GEMMA4,
-    GEMMA4_SMALL,
-    OLMO3,
+    *map(
+        changed_by_mlx,
+        (
+            QWEN3_VL,
+            QWEN3_VL_MOE,
+            QWEN3_OMNI,
+            QWEN3_NEXT,
+            QWEN3_5,
+            LLAMA4,
+            DEEPSEEK2,
+            DEEPSEEK3,
+            DEEPSEEK3_2,
+            DEEPSEEK4,
+            GPT_OSS,
+            GEMMA4,
+            GEMMA4_SMALL,
+            OLMO3,
+        ),
+    ),
 )
 
 __all__ = ["FAMILIES"]

@@ -7,9 +7,9 @@ the config that `stored.completed` returns.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import sqrt
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
 from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, completed, head_beside, kernel, norm
-from orbax_safetensors.mapping.family import LeafShapes, StateWrapper, Variant
+from orbax_safetensors.mapping.family import LeafShapes, StateWrapper, Variant, is_stored
 
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size
@@ -153,9 +153,15 @@ def mlp(block: str, width: int, inner: int, parts: Sequence[str] = _GATE_UP_DOWN
 
 
 def experts(block: str, count: int, width: int, inner: int, parts: Sequence[str] = _GATE_UP_DOWN) -> Leaves:
-    """Return the router and the gated MLPs of `block`, which are stored one by one and stacked in front."""
+    """Return the router and the gated MLPs of `block`, which are stored one by one and stacked in front.
+
+    MLX stores them stacked, under names of its own.
+    """
 
     def stacked_experts(part: str, inputs: int, outputs: int) -> View:
+        together = f"{block}.switch_mlp.{_GATE_UP_DOWN[parts.index(part)]}.weight"
+        if is_stored(together):
+            return tensor(together, (count, outputs, inputs)).transpose((0, 2, 1))
         stored = [tensor(f"{block}.experts.{e}.{part}.weight", (outputs, inputs)) for e in range(count)]
         return stack(stored).transpose((0, 2, 1))
 
@@ -318,3 +324,21 @@ def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Ca
 # Every family of MaxText: a name, architectures and a tree. The second is for models whose layers are never stacked.
 family = partial(Family, variants=variants, wrapper=TRAINING_STATE)
 unscanned_family = partial(family, wrapper=replace(TRAINING_STATE, switches={"scan_layers": False}))
+
+
+def changed_by_mlx(family: Family) -> Family:
+    """Return a family that refuses quantised checkpoints of MLX, for models whose values or parts mlx-lm changes.
+
+    It adds 1 to norms, splits projections, or puts gates and ups apart.
+    """
+
+    @wraps(family.tree)
+    def tree(config: Config, **variant: Any) -> Mapping[str, View]:
+        if "quantization" in config:
+            raise MappingError(
+                "config.json is of MLX, whose tensors of this model are others than those of its published checkpoint; "
+                "family='dequantized' returns them"
+            )
+        return family.tree(config, **variant)
+
+    return replace(family, tree=tree)
