@@ -176,15 +176,10 @@ class _Tensor:
     def _stated_bits(self, row_bits: int) -> tuple[int, int]:
         """Return the bits that the config says of a code of this module, and how many codes a row has."""
         stated = [scheme.bits for scheme in self.settings.schemes if scheme.kind == "int"]
-        if len(stated) != 1 or stated[0] not in _DENSE_BITS:
+        if len(stated) != 1 or stated[0] not in _DENSE_BITS or row_bits % stated[0]:
             raise MappingError(
-                f"{self.codes!r}: expected codes of {', '.join(map(str, _DENSE_BITS))} bits, found "
-                f"{', '.join(map(str, stated)) or 'nothing'} for its module in quantization_config"
-            )
-        if row_bits % stated[0]:
-            raise MappingError(
-                f"{self.codes!r}: expected rows of codes of {stated[0]} bits, as in quantization_config, "
-                f"found {row_bits} bits"
+                f"{self.codes!r}: expected rows of whole codes of {', '.join(map(str, _DENSE_BITS))} bits, found rows "
+                f"of {row_bits} bits, and codes of {shown(stated)} for its module in quantization_config"
             )
         return stated[0], row_bits // stated[0]
 
