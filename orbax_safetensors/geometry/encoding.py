@@ -189,7 +189,7 @@ class Encoding:
       shape: of the decoded tensor in the order of the codes, rank 2 or more. The last two dimensions are rows and
         columns; a row begins with a new word.
       bits: of a code. Each row fills whole bytes.
-      values: the name of what codes mean, a table of `transfer.decode`.
+      values: the name of what codes mean, a table of `transfer.code_values`.
       parameters: what is stored beside the codes.
       order: of the codes in a byte or a word.
       rows_in_word: rows of a logical matrix whose codes share a word, if they do: an element of column `c` is then in

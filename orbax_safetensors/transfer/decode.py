@@ -12,15 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from math import lcm
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType
 from orbax_safetensors.geometry.encoding import Area, Encoding, Order, Parameter, Patch, Role
+from orbax_safetensors.transfer.code_values import (
+    BYTES,
+    CODES,
+    EVEN_FIRST_SHIFTS,
+    in_order,
+    integers,
+    items,
+    of_bytes,
+    of_kind,
+    values_of_bytes,
+)
 
 # Bytes of codes that are looked up at a time: NumPy takes eight bytes for the index of each, which should stay in a
 # core's cache. With fewer bytes, threads wait for one another between the steps.
@@ -32,25 +41,11 @@ _WORTH_TABLES = 2**15
 # Scales of one kind with tables, which take 1 KiB each for codes of 4 bits: about as many as fit in a core's cache.
 _MOST_TABLES = 2**11
 
-_BYTES = np.arange(256, dtype=np.uint8)
-_HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
-_HALVES = np.concatenate([_HALVES, -_HALVES])
-# What is subtracted from codes that are integers, and what codes mean, by the name of their kind.
-_OFFSETS = {"int8": 0, "offset2": 2, "offset4": 8, "offset8": 128}
-_CODES = {
-    "F8_E4M3": _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32),
-    "F4": _HALVES / 2,
-    "doubled F4": _HALVES,  # for exponents as scales
-    "offset2": np.arange(4, dtype=np.float32) - 2,
-    "offset4": np.arange(16, dtype=np.float32) - 8,
-    "offset8": np.arange(256, dtype=np.float32) - 128,
-}
 # The factors of U8 scales, which are exponents of 2 plus 127. Each is a number, even for 255, which is NaN in the OCP
-# specification and 2**128 in the decoders that programs use: half of it, times `_HALVES`, is what these compute.
-_HALF_POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
+# specification and 2**128 in the decoders that programs use: half of it, times "doubled F4", is what these compute.
+_HALF_POWERS = np.ldexp(np.float32(1), BYTES.astype(np.int32) - 128)
 with np.errstate(over="ignore"):
-    _POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 127)
-_EVEN_FIRST_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
+    _POWERS = np.ldexp(np.float32(1), BYTES.astype(np.int32) - 127)
 
 
 def decode(
@@ -87,7 +82,7 @@ def decode(
     if encoding.word_added:
         codes = (codes.view("<u4") + np.uint32(encoding.word_added)).view(np.uint8)
     if encoding.order is Order.EVEN_FIRST:
-        codes = _in_order(codes)
+        codes = in_order(codes)
     codes, out = codes.reshape(len(area.rows), -1), out.reshape(len(area.rows), -1)
     fields, width = encoding.rows_in_word, area.width // encoding.rows_in_word
     step = max(_CHUNK // codes.shape[1], 1)
@@ -97,9 +92,9 @@ def decode(
         for part in parts:
             _look_up(*tables, by_role[Role.SCALE], codes[part], part, out[part])
         return
-    values = _values(encoding)
+    values = values_of_bytes(encoding)
     if Role.VALUES in by_role:
-        values = _of_bytes(by_role[Role.VALUES].entries.reshape(-1), encoding.bits, encoding.order)
+        values = of_bytes(by_role[Role.VALUES].entries.reshape(-1), encoding.bits, encoding.order)
     terms = [(operation, by_role[role]) for role, operation in _SECOND.items() if role in by_role]
     if Role.SCALE in by_role:
         terms = [(np.multiply, _scales(encoding, by_role))]
@@ -113,7 +108,7 @@ def decode(
         count = len(area.rows[part])
         elements = buffer[: count * fields]
         if values is None:
-            np.copyto(elements, _integers(encoding, codes[part]))
+            np.copyto(elements, integers(encoding, codes[part]))
         else:
             np.take(values, codes[part], out=elements.view(values.dtype), mode="clip")
         with np.errstate(all="ignore"):
@@ -208,83 +203,12 @@ def _entries(parameter: Parameter, words: np.ndarray) -> np.ndarray:
         words = words + np.uint32(parameter.added)
     shifts = np.arange(0, 32, parameter.bits, dtype=np.uint32)
     if parameter.order is Order.EVEN_FIRST:
-        shifts = _EVEN_FIRST_SHIFTS
+        shifts = EVEN_FIRST_SHIFTS
     fields = words[..., None] >> shifts & np.uint32(2**parameter.bits - 1)
     if parameter.down:
         fields = fields.swapaxes(1, 2)
     entries: np.ndarray = fields.reshape(len(fields) * (fields.shape[1] if parameter.down else 1), -1)
     return entries.astype(np.float32)
-
-
-def _in_order(codes: np.ndarray) -> np.ndarray:
-    """Return codes of 4 bits from words in which those with even numbers are the first: with the first code first."""
-    words = codes.view("<u4")
-    swapped = (words ^ (words >> 8)) & 0x0000FF00  # the two inner bytes, then the inner halves of each pair of bytes
-    words = words ^ swapped ^ (swapped << 8)
-    swapped = (words ^ (words >> 4)) & 0x00F000F0
-    ordered: np.ndarray = words ^ swapped ^ (swapped << 4)
-    return ordered.view(np.uint8)
-
-
-def _integers(encoding: Encoding, codes: np.ndarray) -> np.ndarray:
-    """Return codes that are integers, those of words for several rows as these rows."""
-    bits = encoding.bits
-    if encoding.rows_in_word > 1:
-        shifts = np.arange(0, 32, bits, dtype=np.uint32)[:, None]
-        words = codes.view("<u4")
-        return (words[:, None] >> shifts & np.uint32(2**bits - 1)).reshape(-1, words.shape[1])
-    if 8 % bits:
-        codes = _across_bytes(codes, bits)
-    for width in () if 8 % bits else range(4, bits - 1, -2):  # every byte becomes two, which have half of it each
-        wide = codes.astype("<u2")
-        wide |= wide << np.uint16(8 - width)
-        wide &= np.uint16((2**width - 1) * 0x0101)
-        codes = wide.view(np.uint8)
-    if encoding.values.startswith("unsigned"):
-        return codes
-    return (codes - np.uint8(_OFFSETS[encoding.values])).view(np.int8)
-
-
-def _across_bytes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return codes that run over the ends of bytes, the first in the lowest bits, in a byte each."""
-    units = codes.reshape(len(codes), -1, lcm(bits, 8) // 8)
-    fields = np.empty((*units.shape[:2], lcm(bits, 8) // bits), np.uint8)
-    for number in range(fields.shape[2]):
-        at, shift = divmod(number * bits, 8)
-        field = units[..., at] >> np.uint8(shift)
-        if shift + bits > 8:
-            field |= units[..., at + 1] << np.uint8(8 - shift)
-        np.bitwise_and(field, np.uint8(2**bits - 1), out=fields[..., number])
-    return fields.reshape(len(codes), -1)
-
-
-def _values(encoding: Encoding) -> np.ndarray | None:
-    """Return what each byte of codes means: an item has the values of all of its codes, in float32.
-
-    Returns None if codes are integers, which take less time to compute.
-    """
-    if encoding.values not in _CODES or encoding.values in _OFFSETS:
-        return None
-    return _of_kind(encoding.values, encoding.bits, encoding.order)
-
-
-@lru_cache
-def _of_kind(name: str, bits: int, order: Order) -> np.ndarray:
-    return _of_bytes(_CODES[name], bits, order)
-
-
-def _of_bytes(values: np.ndarray, bits: int, order: Order) -> np.ndarray:
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    if order is Order.HIGH_FIRST:
-        shifts = shifts[::-1]
-    fields = _BYTES[:, None] >> shifts & (2**bits - 1)
-    return _items(np.ascontiguousarray(values, np.float32)[fields])
-
-
-def _items(table: np.ndarray) -> np.ndarray:
-    """Return a table whose items are the rows of `table`: one step of NumPy moves all results of a byte."""
-    items: np.ndarray = table.view(f"V{table.itemsize * table.shape[-1]}")[..., 0]
-    return items
 
 
 def _tables(
@@ -300,7 +224,7 @@ def _tables(
     others = by_role.keys() - {Role.SCALE}
     if others - {Role.FACTOR, Role.DIVISOR} or any(by_role[role].entries.size > 1 for role in others):
         return None
-    if encoding.values not in _CODES or encoding.final != 1 or scales.width * encoding.bits % 8:
+    if encoding.values not in CODES or encoding.final != 1 or scales.width * encoding.bits % 8:
         return None
     if scales.dtype.bits == 8 or scales.dtype.name == "BF16":
         second = tuple([(role, float(by_role[role].entries[0, 0])) for role in others])
@@ -309,7 +233,7 @@ def _tables(
         return (numbers, known.tables) if known.add(numbers, nbytes) else None
     if 2 * scales.entries.size * 256 > nbytes:
         return None
-    values = _of_kind(encoding.values, encoding.bits, encoding.order)
+    values = of_kind(encoding.values, encoding.bits, encoding.order)
     tables = _results(values, _scales(encoding, by_role).entries, dtype)
     return np.arange(scales.entries.size).reshape(scales.entries.shape), tables
 
@@ -349,7 +273,7 @@ def _known_results(
         with np.errstate(all="ignore"):
             for role, number in second:
                 floats = _SECOND[role](floats, np.float32(number))
-        return _results(_of_kind(values, bits, order), floats, dtype).reshape(-1, 256)
+        return _results(of_kind(values, bits, order), floats, dtype).reshape(-1, 256)
 
     return _Known(results, scales, np.dtype(f"V{dtype.itemsize * 8 // bits}"))
 
@@ -360,7 +284,7 @@ def _results(values: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndar
     products = np.empty((scales.size, *table.shape), dtype)
     with np.errstate(all="ignore"):
         np.multiply(table, scales.reshape(-1, 1, 1), out=products, dtype=np.float32, casting="unsafe")
-    return _items(products).reshape(-1)
+    return items(products).reshape(-1)
 
 
 _SECOND: dict[Role, np.ufunc] = {Role.FACTOR: np.multiply, Role.DIVISOR: np.divide}
