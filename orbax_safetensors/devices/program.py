@@ -94,7 +94,7 @@ class Recipe:
     def make(self, *arrays: jax.Array) -> jax.Array:
         """Return the shard, as elements if the move fills it, or else as words; JAX traces this for one device.
 
-        Words stay words from one program to the next: between two conversions, GPUs write into a copy of the shard.
+        Words stay words from one program to the next: TPUs convert a shard into a copy of it.
         """
         if self.move.fills:
             return _as(lax.reshape(self._box(arrays), self.shape), self.dtype)

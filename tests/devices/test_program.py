@@ -70,7 +70,7 @@ def test_zeros(name):
 
 
 def test_shards_are_not_converted_between_programs():
-    """They are written in place on GPUs only if nothing but reshapes is before and after the update."""
+    """TPUs write them in place only if nothing but reshapes is before and after the update."""
     recipe = Recipe(BF16, (), Move((2, 3), (1, 0), (3, 2, 1), (5, 2, 2)), (5, 4), BF16)
     shard = (5, 4), recipe.writes_to
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (shard, *recipe.arguments)]
