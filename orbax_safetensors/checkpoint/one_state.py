@@ -44,10 +44,14 @@ def of_one_state(
 @contextlib.contextmanager
 def _keep_identity(path: str) -> Iterator[None]:
     """Keep the identity of a directory or file from being given to another one once it is deleted."""
-    with contextlib.ExitStack() as stack:
+    opened: list[int] = []
+    try:
         with contextlib.suppress(OSError, ValueError):  # it is not there, or a URL
-            stack.callback(os.close, os.open(path, os.O_PATH | os.O_CLOEXEC))
+            opened.extend(map(os.open, [path], [os.O_PATH | os.O_CLOEXEC]))  # an interrupt comes before or after
         yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def _identity(path: str) -> tuple[int, int] | None:

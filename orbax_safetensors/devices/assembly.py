@@ -56,6 +56,7 @@ class Programs:
     def close(self) -> None:
         """Wait for what is being compiled, and give up the rest."""
         to_the_end(partial(self._threads.shutdown, cancel_futures=True))
+        self._futures.clear()  # the traceback of one that has failed holds the memory of a restore, and this object
 
     def _begin(self, recipe: Elements | Recipe | Zeros, devices: tuple[Any, ...]) -> Future[_Program]:
         key = recipe, devices

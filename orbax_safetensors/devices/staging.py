@@ -104,7 +104,7 @@ def _registered(memory: np.ndarray, devices: Collection[Any]) -> Iterator[None]:
         try:
             client.dma_unmap(address)
         except jax.errors.JaxRuntimeError as error:
-            logger.warning("%d bytes of host memory cannot be unregistered: %s", memory.nbytes, error)
+            logger.warning("%d bytes of host memory cannot be unregistered: %s", memory.nbytes, str(error))
         is_registered = False
 
     try:
@@ -112,7 +112,8 @@ def _registered(memory: np.ndarray, devices: Collection[Any]) -> Iterator[None]:
             client.dma_map(address, memory.nbytes)
         except jax.errors.JaxRuntimeError as error:
             is_registered = False
-            logger.warning("%d bytes of host memory cannot be registered, loads take longer: %s", memory.nbytes, error)
+            reason = str(error)  # a handler that keeps the error would keep the memory
+            logger.warning("%d bytes of host memory cannot be registered, loads take longer: %s", memory.nbytes, reason)
         yield
         has_failed = False
     finally:

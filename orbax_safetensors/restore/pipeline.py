@@ -35,6 +35,7 @@ from orbax_safetensors.restore.batches import Batch, batches_for, devices_of
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.restore.ways import LeafPart
 from orbax_safetensors.storage.direct import reading
+from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.memory import Pool, Taken, allocate
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.engine import Counters
@@ -85,26 +86,30 @@ def fill(
         most = int(min(options.in_flight_bytes, kind.most_bytes))
         batches, shared = batches_for(checkpoint, targets, limits, most, alias=options.alias)
     total = max(sum(batch.plan.moved_bytes for batch in batches), 1)
-    with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(reported_progress(options.progress, "load"))
+    # Without an `ExitStack`: what fails in its exit is in a cycle with it, and keeps memory until it is collected.
+    with (
+        plain_interrupts(),
+        reported_progress(options.progress, "load") as progress,
+        contextlib.closing(Programs()) as programs,
+    ):
         meter = Meter(progress or (lambda done, total: None), nbytes)
-        programs = stack.enter_context(contextlib.closing(Programs()))
         _compile(programs, batches, targets)
-        pool = None
-        if shared:
-            pool = Pool(stack.enter_context(staging_memory(kind, devices, shared, limits.requests)))
         sums = None if checksums is None else checksums.sums
-        reader = stack.enter_context(contextlib.closing(Reader(checkpoint.open_file, limits.requests, sums)))
-        meter.begin(nbytes)
+        with (
+            staging_memory(kind, devices, shared, limits.requests) if shared else contextlib.nullcontext() as memory,
+            contextlib.closing(Reader(checkpoint.open_file, limits.requests, sums)) as reader,
+        ):
+            meter.begin(nbytes)
 
-        def report() -> None:
-            meter.moved(min(reader.counters.nbytes / total, 1))
+            def report() -> None:
+                meter.moved(min(reader.counters.nbytes / total, 1))
 
-        values = _Pipeline(checkpoint.path, targets, reader, pool, programs, report).run(batches, limits.requests)
-        reader.check()
-        if checksums is not None:
-            checksums.check()
-        meter.end()
+            pool = None if memory is None else Pool(memory)
+            values = _Pipeline(checkpoint.path, targets, reader, pool, programs, report).run(batches, limits.requests)
+            reader.check()
+            if checksums is not None:
+                checksums.check()
+            meter.end()
     _record(checkpoint.path, len(targets), batches, reader.counters, time.perf_counter() - started)
     return values
 
@@ -172,6 +177,7 @@ class _Pipeline:
             wait([self._values[number] for number in self._assemblies])
             return self._values
         finally:
+            self._tasks.put(None)  # for a thread that an interrupt has left behind, which would wait for ever
             for sent in self._sent:  # no device may read memory that is about to go, also if something has failed
                 for array in sent.arrays:
                     with contextlib.suppress(Exception):

@@ -50,12 +50,16 @@ _MIN_BEGIN_BYTES = 2**20
 class LocalFile:
     """A local file that is open for reading; see `store.File`."""
 
+    _descriptor = -1
+
     def __init__(self, path: str) -> None:
         """Open `path`; raise `StorageError` if it cannot be read or is not a regular file."""
         self.path = path
         try:
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            # An interrupt comes before this one call, or once the descriptor is kept.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            vars(self).update(zip(["_descriptor"], map(os.open, [path], [flags]), strict=False))
         except (OSError, ValueError) as error:  # a ValueError if there is a NUL in the path
             raise _error(error)(f"{path}: cannot be opened: {_reason(error)}") from error
         try:
@@ -63,6 +67,11 @@ class LocalFile:
         except BaseException:
             self.close()
             raise
+
+    def __del__(self) -> None:
+        """Close the descriptor after an interrupt that has come before `close`."""
+        if self._descriptor >= 0:
+            self.close()
 
     def _stamp(self) -> Stamp:
         try:

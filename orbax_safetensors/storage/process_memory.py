@@ -51,12 +51,21 @@ def no_collection() -> Iterator[None]:
     The first collection after the pause leaves out what is there by then; it counts as old.
     """
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:
-            if gc.get_freeze_count() < _FROZEN_AT_START:  # what a caller has frozen would thaw as well
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+            try:
+                _grow_old()
+            finally:
+                gc.enable()
+
+
+def _grow_old() -> None:
+    """Let all objects that are there count as old, unless a caller has frozen some, which would thaw as well."""
+    if gc.get_freeze_count() < _FROZEN_AT_START:
+        try:
+            gc.freeze()
+        finally:
+            gc.unfreeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,9 +113,17 @@ class Transfer(ABC, Generic[_F]):
 
     def close(self) -> None:
         """Close all files, even if one of them fails to close."""
-        with contextlib.ExitStack() as closing:
-            while self._files:
-                closing.callback(self._files.popitem()[1].close)
+        failures: list[BaseException] = []
+        while self._files:
+            try:
+                self._files.popitem()[1].close()
+            except BaseException as error:
+                failures.append(error)
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # the traceback holds this frame, and with it the failure
 
     def run(
         self,

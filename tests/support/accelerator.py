@@ -29,7 +29,7 @@ import pytest
 
 from orbax_safetensors.devices import assembly, staging
 from orbax_safetensors.restore import pipeline, ways
-from orbax_safetensors.storage.memory import Pool, Taken
+from orbax_safetensors.storage.memory import Pool, Taken, memory_at
 from orbax_safetensors.transfer.reader import Reader
 
 # From 1 GiB on, the GPU's runtime does not stage a transfer, which makes it slow.
@@ -80,10 +80,10 @@ class _Transfer:
 
 
 class Accelerator:
-    """What the devices are doing: `problems` says what the package did wrong.
+    """What the devices are doing: `problems` says what the package did wrong. It is its own client and its only device.
 
-    `num_transfers` counts sources, `num_regions` memory that was registered and let go, and `most_bytes` is the most
-    that was under way at once.
+    `num_transfers` counts sources, `num_regions` memory that was registered and let go, `regions` is what is registered
+    now, and `most_bytes` is the most that was under way at once.
     """
 
     def __init__(self, arrival: Literal["late", "random"], seed: int, max_bytes: int) -> None:
@@ -96,7 +96,7 @@ class Accelerator:
         self._checked_early = False
         self._delays = random.Random(seed)
         self._threads = ThreadPoolExecutor(2, "device") if arrival == "random" else None
-        self._regions: list[np.ndarray] = []
+        self.regions: dict[int, int] = {}  # sizes by address
 
     def hand_over(self, make: _Make) -> Any:
         transfer = _Transfer(make)
@@ -107,7 +107,7 @@ class Accelerator:
         with self._lock:
             if transfer.sources:
                 self._pending.update((address, transfer) for address in _addresses(transfer.arrays))
-                under_way = sum(source.nbytes for each in self._under_way() for source in each.sources)
+                under_way = sum(source.nbytes for each in self.under_way() for source in each.sources)
                 self.most_bytes = max(self.most_bytes, under_way)
             if self._threads is not None:
                 self._threads.submit(self._arrive_later, transfer, self._delays.choice(_DELAYS))
@@ -129,7 +129,7 @@ class Accelerator:
 
     def poison(self, buffers: Iterable[np.ndarray]) -> None:
         """Spoil memory that may be used again, which no transfer may read any more."""
-        read = [source for transfer in self._under_way() for source in transfer.sources]
+        read = [source for transfer in self.under_way() for source in transfer.sources]
         for buffer in buffers:
             if any(np.may_share_memory(buffer, source) for source in read):
                 self.problems.append(
@@ -137,33 +137,47 @@ class Accelerator:
                 )
             buffer[...] = _POISON
 
-    @contextlib.contextmanager
-    def registered(self, memory: np.ndarray, devices: object) -> Iterator[None]:
+    @property
+    def client(self) -> Accelerator:
+        return self
+
+    def dma_map(self, address: int, nbytes: int) -> None:
         """Let devices fetch from memory by themselves, until nothing reads it any more."""
-        self._regions.append(memory)
-        try:
-            yield
-        finally:
-            self.num_regions += 1
-            self._regions = [other for other in self._regions if other is not memory]
-            read = [source for transfer in self._under_way() for source in transfer.sources]
-            if any(np.may_share_memory(memory, source) for source in read):
-                self.problems.append("memory was let go while a device fetched from it")
+        self.regions[address] = nbytes
+
+    def dma_unmap(self, address: int) -> None:
+        if address not in self.regions:
+            raise jax.errors.JaxRuntimeError("INTERNAL: Failed to unregister host memory")
+        self.num_regions += 1
+        memory = memory_at(address, self.regions.pop(address))
+        read = [source for transfer in self.under_way() for source in transfer.sources]
+        if any(np.may_share_memory(memory, source) for source in read):
+            self.problems.append("memory was let go while a device fetched from it")
+
+    def block_until_ready(self) -> None:
+        """Let everything arrive, as a transfer does that begins after all others."""
+        for transfer in self.under_way():
+            self._arrive(transfer)
 
     def begin_restore(self) -> None:
         with self._lock:
             self._restores += 1
 
     def check_files(self) -> None:
-        self._checked_early = bool(self._under_way())
+        self._checked_early = bool(self.under_way())
 
     def end_restore(self) -> None:
-        """Let everything arrive. If no restore of another thread is under way, all of it should have arrived before."""
+        """Let everything arrive. If no restore of another thread is under way, all of it should have arrived before.
+
+        A restore that fails may have no array of a transfer: it cannot wait for that one, but its memory may not go.
+        """
         with self._lock:
             self._restores -= 1
-            judge = not self._restores
-        self._expect_nothing_pending("the files were closed", judge)
-        if judge and self._checked_early:
+            alone = not self._restores
+        if sys.exception() is not None:
+            return
+        self._expect_nothing_pending("the files were closed", alone)
+        if alone and self._checked_early:
             self.problems.append("files were checked for changes before all transfers were complete")
         self._checked_early = False
 
@@ -173,13 +187,14 @@ class Accelerator:
             self._threads.shutdown(cancel_futures=True)
 
     def _expect_nothing_pending(self, when: str, judge: bool) -> None:
-        pending = self._under_way()
+        pending = self.under_way()
         if pending and judge:
             self.problems.append(f"{len(pending)} transfers were not complete when {when}")
         for transfer in pending:
             self._arrive(transfer)
 
-    def _under_way(self) -> set[_Transfer]:
+    def under_way(self) -> set[_Transfer]:
+        """Return the transfers whose bytes have not arrived."""
         with self._lock:
             return {transfer for transfer in self._pending.values() if not transfer.arrived}
 
@@ -224,6 +239,8 @@ def accelerator(
     )
 
     def put(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is device:
+            return device
         in_memory = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
         is_arena = any(getattr(arg, "memory_kind", None) == "pinned_host" for arg in args)
         if not in_memory or is_arena or not _hands_over(sys._getframe(1).f_globals):
@@ -275,6 +292,7 @@ def accelerator(
         return staging.Kind.REGISTERED if kind is staging.Kind.PINNED else kind  # clients of CPUs register nothing
 
     compile_, give_back, shard_data = assembly._compiled, Pool.give_back, jax.Shard.data.fget
+    register = staging._registered
     make, close, check = Reader.__init__, Reader.close, Reader.check
 
     def made(reader: Reader, *args: Any) -> None:
@@ -292,7 +310,7 @@ def accelerator(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{_SEAM}.is_cpu", lambda device: False)
         patch.setattr(staging, "fetches_pinned", lambda device: pinned)
-        patch.setattr(staging, "_registered", device.registered)
+        patch.setattr(staging, "_registered", lambda memory, devices: register(memory, [device]))
         patch.setattr(pipeline, "kind_for", kind_for)
         patch.setattr(ways, "_LEAST_PROGRAM_BYTES", 0 if programs else math.inf)
         patch.setattr(jax, "device_put", put)

@@ -115,5 +115,6 @@ def _opened(places: tuple[str | Path, ...]) -> Counter[str | threading.Thread]:
         with contextlib.suppress(FileNotFoundError):  # closed since, as that of the listing itself
             path = os.readlink(f"/proc/self/fd/{descriptor}")
             opened[path] += path.startswith(tuple(map(str, places)))
-    opened.update(thread for thread in threading.enumerate() if thread.name.startswith(("safetensors", "writer")))
+    pools = ("safetensors", "writer", "compile", "touch")
+    opened.update(thread for thread in threading.enumerate() if thread.name.startswith(pools))
     return opened
