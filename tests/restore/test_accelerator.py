@@ -1,5 +1,6 @@
 """Restores onto accelerators: any view, dtype and sharding, through little memory, is what NumPy makes of it."""
 
+import json
 import math
 import tempfile
 import weakref
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import given
+from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -24,8 +25,10 @@ from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, pipeline
 from orbax_safetensors.storage import memory
 from orbax_safetensors.storage.memory import PAGE_BYTES
+from tests.support import tiers
 from tests.support.accelerator import accelerator
 from tests.support.files import random_bits, write
+from tests.support.quantized_formats import FORMATS
 from tests.support.saves import assert_same_bits
 from tests.support.strategies import examples
 from tests.support.views import compositions
@@ -108,6 +111,61 @@ def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, pinned,
             assert_same_bits(restored[name], array)
 
 
+# The largest code of any format is smaller: with a larger value, neither the scale nor the product is subnormal.
+_MOST_FLUSHED = 2.0**9 * np.finfo(np.float32).smallest_normal
+
+
+def flushed(found, expected):
+    """Which elements are zero because XLA on CPUs sets subnormals to zero, a scale or a product; others are equal.
+
+    NaN is NaN, whatever its payload.
+    """
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    bits = f"u{found.dtype.itemsize}"
+    same = (found.view(bits) == expected.view(bits)) | (np.isnan(found) & np.isnan(expected))
+    zeros = ~same & (found == 0) & (np.signbit(found) == np.signbit(expected))
+    zeros &= np.abs(expected.astype(np.float32)) < _MOST_FLUSHED
+    assert (same | zeros).all(), (found[~same & ~zeros], expected[~same & ~zeros])
+    return zeros
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=3 if tiers.only_fast else 40)
+@given(
+    st.data(),
+    st.sampled_from([(1, 1), (1, 4), (2, 4)]),
+    st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+    st.sampled_from([1, 1000, 10**6]),
+)
+def test_every_format_in_any_layout(name, data, devices, dtype, in_flight_bytes):
+    """As on CPU devices, for which the host decodes."""
+    sample = data.draw(FORMATS[name])
+    spec, shape = data.draw(layouts(sample.values.shape))
+    mesh = Mesh(np.array(jax.devices()[: math.prod(devices)]).reshape(devices), tuple(AXES))
+    leaf = ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, spec), global_shape=shape, strict=False, dtype=dtype)
+    handler = ost.SafetensorsHandler(
+        family="dequantized", options=ost.SafetensorsOptions(in_flight_bytes=in_flight_bytes)
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        write(Path(directory) / "model.safetensors", sample.stored)
+        config = {} if sample.config is None else {"quantization_config": sample.config}
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+
+        def restore():
+            args = ost.SafetensorsRestore(restore_args={"m": {"weight": leaf}}, partial_restore=True)
+            return handler.restore(Path(directory), args)["m"]["weight"]
+
+        expected = restore()
+        with accelerator(pinned=True) as device:
+            found = restore()
+    assert found.sharding == expected.sharding
+    event("decoded by devices" if device.num_runs else "decoded by the host")
+    if zeros := int(flushed(found, expected).sum()):
+        event("subnormal scales or products")
+        note(f"{zeros} elements of {found.size} have a subnormal scale, or are subnormal")
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
 def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, monkeypatch, spec):
     tensors = {f"w{number}": np.ones((8, 8), np.float32) for number in range(4)}
@@ -125,6 +183,7 @@ def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, 
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             ost.load(tmp_path, NamedSharding(mesh, spec))
         assert device.num_transfers == 16
+        assert not device.under_way()
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,11 @@ class Accelerator:
     """What the devices are doing: `problems` says what the package did wrong. It is its own client and its only device.
 
     `num_transfers` counts sources, `num_regions` memory that was registered and let go, `regions` is what is registered
-    now, and `most_bytes` is the most that was under way at once.
+    now, `num_runs` counts runs of programs, and `most_bytes` is the most that was under way at once.
     """
 
     def __init__(self, arrival: Literal["late", "random"], seed: int, max_bytes: int) -> None:
-        self.num_transfers = self.most_bytes = self.num_regions = 0
+        self.num_transfers = self.most_bytes = self.num_regions = self.num_runs = 0
         self.problems: list[str] = []
         self._max_bytes = max_bytes
         self._pending: dict[int, _Transfer] = {}  # by the address of each shard
@@ -278,6 +278,7 @@ def accelerator(
         program = compile_(*key)
 
         def run(*arrays: jax.Array) -> jax.Array:
+            device.num_runs += 1
             device.wait(arrays)
             return program(*arrays)
 
