@@ -1,14 +1,11 @@
 """MaxText's Gemma 4: large models, dense or with experts, and small models.
 
-Some layers have global attention, with larger heads, and the others local attention. In large models, layers come in
-cycles of six, whose last is global and has no values: its keys serve as values. In small models, the last layers share
-the keys and values of earlier ones, and there is an embedding for each layer.
+In large models, layers come in cycles of six, whose last is global and has no values.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
@@ -35,30 +32,21 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     unscanned_family,
     variants_with,
 )
-from orbax_safetensors.mapping.families.stored import Config, Leaves, checked, completed, kernel, norm, text_config
+from orbax_safetensors.mapping.families.stored import Config, Leaves, checked, kernel, norm, text_config
+from orbax_safetensors.mapping.families.stored_gemma4 import (
+    AUDIO,
+    CYCLE,
+    DEFAULTS,
+    VISION,
+    has_values,
+    head_sizes,
+    is_global,
+    mlp_size,
+    shares,
+    whole_text_config,
+)
 
-_CYCLE = 6
-_VISION = r"model\.(vision_tower|embed_vision)\..+"
-_AUDIO = r"model\.(audio_tower|embed_audio)\..+"
-
-# Published configs leave out what equals the defaults of `Gemma4TextConfig` and `Gemma4VisionConfig`.
-_TEXT = {
-    "vocab_size": 262_144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "tie_word_embeddings": True,
-    "vocab_size_per_layer_input": 262_144,
-    "hidden_size_per_layer_input": 256,
-    "attention_k_eq_v": False,
-    "num_kv_shared_layers": 0,
-    "enable_moe_block": False,
-    "use_double_wide_mlp": False,
-}
+# Published configs leave out what equals the defaults of `Gemma4VisionConfig`.
 _TOWER = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -72,41 +60,18 @@ _TOWER = {
 }
 
 
-def _text(config: Config) -> tuple[dict[str, Any], str]:
-    """Return the language model's whole config, and the prefix of its stored names."""
-    text, prefix = text_config(config, tied=True)
-    c = dict(completed(text, **_TEXT))
-    every_sixth = ["sliding_attention"] * (_CYCLE - 1) + ["full_attention"]
-    kinds = list(c.get("layer_types") or (every_sixth * c["num_hidden_layers"])[: c["num_hidden_layers"]])
-    kinds[-1] = "full_attention"  # whatever the config says
-    return {**c, "layer_types": kinds}, prefix
-
-
 def _is_small(config: Config) -> bool:
-    c = {**_TEXT, **text_config(config)[0]}
+    c = {**DEFAULTS, **text_config(config)[0]}
     return bool(c["num_kv_shared_layers"] or c["hidden_size_per_layer_input"])
-
-
-def _heads(c: Config, i: int) -> Mapping[str, int]:
-    """Return the sizes of layer `i` that may differ from the other layers'."""
-    if c.get("per_layer_config"):  # as `transformers` writes it
-        sizes = {int(layer): sizes for layer, sizes in c["per_layer_config"].items()}.get(i, {})
-        return checked({key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes})
-    if c["layer_types"][i] != "full_attention":
-        return {}
-    sizes = {"head_dim": c["global_head_dim"]}
-    if c["attention_k_eq_v"] and c.get("num_global_key_value_heads") is not None:
-        sizes["num_key_value_heads"] = c["num_global_key_value_heads"]
-    return sizes
 
 
 def _layer(h: str, c: Config, i: int) -> Leaves:
     """Return what all layers have except MLP and experts."""
-    sized = {**c, **_heads(c, i)}
+    sized = {**c, **head_sizes(c, i)}
     parts = ["query", "key", "value", "out"]
-    if i >= c["num_hidden_layers"] - c["num_kv_shared_layers"]:
+    if shares(c, i):
         parts = ["query", "out"]
-    elif c["attention_k_eq_v"] and c["layer_types"][i] == "full_attention":
+    elif not has_values(c, i):
         parts.remove("value")
     heads = {**attention(h, sized, parts), **head_norms(h, sized, [part for part in ("query", "key") if part in parts])}
     return {
@@ -139,7 +104,7 @@ def _sparse(h: str, c: Config) -> Leaves:
 
 def _in_blocks(layers: list[Leaves], axis: int) -> Leaves:
     """Return layers in cycles: the global layers stacked, and the local ones of each cycle, then all cycles."""
-    blocks = [layers[first : first + _CYCLE] for first in range(0, len(layers), _CYCLE)]
+    blocks = [layers[first : first + CYCLE] for first in range(0, len(layers), CYCLE)]
     return {
         **under("local_layers", stacked([stacked(block[:-1], axis) for block in blocks], axis)),
         **under("global_layer", stacked([block[-1] for block in blocks], axis)),
@@ -177,7 +142,7 @@ def _vision(config: Config) -> Leaves:
         "std_bias": tensor(tower + "std_bias", (width,)),
         **numbered("layer", [layer(f"{tower}encoder.layers.{i}.") for i in range(c["num_hidden_layers"])]),
     }
-    projection = kernel("model.embed_vision.embedding_projection", (width, _text(config)[0]["hidden_size"]))
+    projection = kernel("model.embed_vision.embedding_projection", (width, whole_text_config(config)[0]["hidden_size"]))
     return {
         **under("vision_encoder.Gemma4VisionEncoderLayer_0", encoder),
         "vision_encoder.Gemma4VisionProjector_0.projection.kernel": projection,
@@ -193,13 +158,13 @@ def gemma4(
     use_multimodal: bool | None = None,
 ) -> Tree:
     """Return the tree of a large Gemma 4. `use_multimodal` says whether it has the vision tower; if None, if stored."""
-    c, prefix = _text(config)
+    c, prefix = whole_text_config(config)
     refuse(c, "attention_bias", "num_kv_shared_layers", "hidden_size_per_layer_input")
     require(c, attention_k_eq_v=True)
-    full = [i for i, kind in enumerate(c["layer_types"]) if kind == "full_attention"]
-    if full != list(range(_CYCLE - 1, c["num_hidden_layers"], _CYCLE)):
+    full = [i for i in range(c["num_hidden_layers"]) if is_global(c, i)]
+    if full != list(range(CYCLE - 1, c["num_hidden_layers"], CYCLE)):
         raise MappingError(
-            f"MaxText has global attention in the last layer of each {_CYCLE}, and config.json in layers {some(full)} "
+            f"MaxText has global attention in the last layer of each {CYCLE}, and config.json in layers {some(full)} "
             f"of {c['num_hidden_layers']}, counted from 0"
         )
     feed_forward = _sparse if c["enable_moe_block"] else _dense
@@ -211,15 +176,13 @@ def gemma4(
         decoder = under("scanned_blocks", _in_blocks(layers, param_scan_axis))
     else:
         decoder = numbered("layers", layers)
-    towers = multimodal({} if use_multimodal is False else _vision(config), _VISION, use_multimodal)
-    return _model(c, decoder, vocab_size, prefix, **{**towers, "unused": [*towers["unused"], _AUDIO]})
+    towers = multimodal({} if use_multimodal is False else _vision(config), VISION, use_multimodal)
+    return _model(c, decoder, vocab_size, prefix, **{**towers, "unused": [*towers["unused"], AUDIO]})
 
 
 def _small_layer(h: str, c: Config, i: int) -> Leaves:
-    width, inner, per_layer = c["hidden_size"], c["intermediate_size"], c["hidden_size_per_layer_input"]
-    if c["use_double_wide_mlp"] and i >= c["num_hidden_layers"] - c["num_kv_shared_layers"]:
-        inner *= 2
-    leaves = {**_layer(h, c, i), **under("mlp", mlp(h + "mlp", width, inner))}
+    width, per_layer = c["hidden_size"], c["hidden_size_per_layer_input"]
+    leaves = {**_layer(h, c, i), **under("mlp", mlp(h + "mlp", width, mlp_size(c, i)))}
     if not per_layer:
         return leaves
     return {
@@ -250,7 +213,7 @@ def gemma4_small(
 ) -> Tree:
     """Return the tree of a small Gemma 4's language model, whose layers MaxText does not stack."""
     require_unscanned(scan_layers)
-    c, prefix = _text(config)
+    c, prefix = whole_text_config(config)
     refuse(c, "attention_bias", "enable_moe_block")
     require(c, attention_k_eq_v=False)
     layers = [_small_layer(f"{prefix}layers.{i}.", c, i) for i in range(c["num_hidden_layers"])]
@@ -258,9 +221,10 @@ def gemma4_small(
     # Some checkpoints store keys and values for layers that have those of others.
     unused = [
         rf"{re.escape(prefix)}layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
-        for i in range(c["num_hidden_layers"] - c["num_kv_shared_layers"], c["num_hidden_layers"])
+        for i in range(c["num_hidden_layers"])
+        if shares(c, i)
     ]
-    unused += [_VISION, _AUDIO]
+    unused += [VISION, AUDIO]
     return _model(c, decoder, vocab_size, prefix, unused=unused)
 
 
