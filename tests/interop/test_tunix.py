@@ -5,6 +5,7 @@ tables, as they are, and the `tunix` families restore the same trees with these 
 """
 
 import json
+import re
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from packaging.requirements import Requirement
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import from_table
@@ -55,7 +56,33 @@ SIZES = {
 TIED = {"tie_word_embeddings": True}
 WIDER = {"head_dim": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-GEMMA3 = SIZES | TIED | WIDER | {"sliding_window": 16}
+GEMMA = SIZES | TIED | WIDER | {"sliding_window": 16, "query_pre_attn_scalar": 32}
+GEMMA4 = GEMMA | {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "global_head_dim": 48,
+    "pad_token_id": 0,
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+}
+GEMMA4_EXPERTS = GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+GEMMA4_SMALL = GEMMA4 | {
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
 IMAGES = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -71,6 +98,16 @@ PAGE = ROOT / "docs" / "tables.md"
 ROWS: dict[str, Any] = {}
 exec(next(block for block in examples.python(PAGE) if "q_einsum" in block), ROWS)
 KEYS_AND_VALUES_IN_ONE, ALL_THREE_IN_ONE = ROWS["gemma"], ROWS["all_three"]
+# The keys of every other layer of a large Gemma 4 are its values. The table has rows for experts, with sizes that the
+# config of a dense model does not have.
+GEMMA4_STACK = {
+    r"tmp\.(layers\.[024]\.attn)\.q": (r"\1.q_einsum.w", ((0, 2, 1, 3), (4, 64, 32))),
+    r"tmp\.(layers\.[135]\.attn)\.q": (r"\1.q_einsum.w", ((0, 2, 1, 3), (4, 64, 48))),
+    r"tmp\.(layers\.[135]\.attn)\.k": (r"\1.k_einsum.w", ((0, 2, 1, 3), (2, 64, 48))),
+    r"tmp\.(layers\.\d+\.attn)\.[kv]": (r"\1.kv_einsum.w", ((0, 2, 1, 3), None)),
+    r"(layers\.\d+\.moe)\.\d+": (r"\1", None, "optional"),
+}
+GEMMA4_SMALL_STACK = {pattern: row for pattern, row in GEMMA4_STACK.items() if "k_einsum" not in row[0]}
 
 
 class Case(NamedTuple):
@@ -89,14 +126,21 @@ CASES = {
     "qwen3, tied": Case("qwen3", "Qwen3ForCausalLM", SIZES | WIDER | TIED, 24),
     "qwen3, experts": Case("qwen3", "Qwen3MoeForCausalLM", SIZES | WIDER | EXPERTS, 27, EXPERTS_IN_ONE),
     "llama3": Case("llama3", "LlamaForCausalLM", SIZES, 21),
-    "gemma3": Case("gemma3", "Gemma3ForCausalLM", GEMMA3, 26, KEYS_AND_VALUES_IN_ONE),
-    "gemma3, as many heads": Case(
-        "gemma3", "Gemma3ForCausalLM", GEMMA3 | {"num_key_value_heads": 4}, 24, ALL_THREE_IN_ONE
+    "gemma": Case("gemma", "GemmaForCausalLM", GEMMA | {"num_key_value_heads": 1}, 18, KEYS_AND_VALUES_IN_ONE),
+    "gemma, as many heads": Case("gemma", "GemmaForCausalLM", GEMMA | {"num_key_value_heads": 4}, 16, ALL_THREE_IN_ONE),
+    "gemma2": Case("gemma2", "Gemma2ForCausalLM", GEMMA, 22, KEYS_AND_VALUES_IN_ONE),
+    "gemma2, as many heads": Case(
+        "gemma2", "Gemma2ForCausalLM", GEMMA | {"num_key_value_heads": 4}, 20, ALL_THREE_IN_ONE
     ),
-    "gemma3, with images": Case("gemma3", "Gemma3ForConditionalGeneration", GEMMA3, 26, KEYS_AND_VALUES_IN_ONE),
+    "gemma3": Case("gemma3", "Gemma3ForCausalLM", GEMMA, 26, KEYS_AND_VALUES_IN_ONE),
+    "gemma3, as many heads": Case(
+        "gemma3", "Gemma3ForCausalLM", GEMMA | {"num_key_value_heads": 4}, 24, ALL_THREE_IN_ONE
+    ),
+    "gemma3, with images": Case("gemma3", "Gemma3ForConditionalGeneration", GEMMA, 26, KEYS_AND_VALUES_IN_ONE),
+    "gemma4": Case("gemma4", "Gemma4ForConditionalGeneration", GEMMA4, 80, GEMMA4_STACK),
+    "gemma4, experts": Case("gemma4", "Gemma4ForConditionalGeneration", GEMMA4_EXPERTS, 128, GEMMA4_STACK),
+    "gemma4, small": Case("gemma4", "Gemma4ForConditionalGeneration", GEMMA4_SMALL, 101, GEMMA4_SMALL_STACK),
 }
-LARGE_GEMMA4 = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
-GEMMA4 = GEMMA3 | LARGE_GEMMA4 | {"num_hidden_layers": 6, "global_head_dim": 48, "pad_token_id": 0}
 UNREAD = [r"(vision_tower|multi_modal_projector)\..*"]
 
 
@@ -128,7 +172,25 @@ def saved(case, directory):
     model = getattr(transformers, case.model)._from_config(config, dtype=torch.bfloat16)
     for tensor in model.parameters():
         torch.nn.init.normal_(tensor, std=0.1)
+    for name, tensor in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.normal_(tensor)
+    for name, tensor in model.named_parameters():
+        # Tunix's router reads what this norm gives, and that of `transformers` what the norm is given.
+        if name.endswith("pre_feedforward_layernorm_2.weight"):
+            torch.nn.init.ones_(tensor)
     model.save_pretrained(directory)
+    shared = case.sizes.get("num_kv_shared_layers", 0)
+    if shared:  # published files also have the keys and values that these layers do not read; Tunix needs them
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        for name, array in list(tensors.items()):
+            found = re.fullmatch(r"(.*layers\.)([0-9])(\.self_attn\.(?:k_proj|v_proj|k_norm)\.weight)", name)
+            if found and int(found[2]) < shared:
+                unread = f"{found[1]}{case.sizes['num_hidden_layers'] - shared + int(found[2])}{found[3]}"
+                assert unread not in tensors
+                tensors[unread] = array[::-1].copy()
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def abstract(state):
@@ -171,25 +233,40 @@ def test_what_tunix_loads_and_a_save_gives_back(name, tmp_path):
     assert all(again[name].tobytes() == array.tobytes() for name, array in kept.items())
 
 
-def test_a_dense_gemma4_with_its_table(tmp_path):
-    """The table has rows for experts, with sizes that the config of a dense model does not have."""
-    saved(Case("gemma4", "Gemma4ForConditionalGeneration", GEMMA4, 0), tmp_path / "hf")
-    tunix = tunix_model("gemma4", GEMMA4)
-    stack = {
-        r"tmp\.(layers\.\d+\.attn)\.q": (r"\1.q_einsum.w", ((0, 2, 1, 3), (4, 64, -1))),
-        r"tmp\.(layers\.5\.attn)\.k": (r"\1.k_einsum.w", ((0, 2, 1, 3), (2, 64, -1))),  # its keys are the values
-        r"tmp\.(layers\.\d+\.attn)\.[kv]": (r"\1.kv_einsum.w", ((0, 2, 1, 3), None)),
-        r"(layers\.\d+\.moe)\.\d+": (r"\1", None, "optional"),
-    }
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    loaded = nnx.to_pure_dict(nnx.state(tunix.load(tmp_path / "hf", mesh)))
-    family = from_table(tunix.table, stack=stack)
-    expected = jax.tree_util.tree_leaves_with_path(loaded)
-    leaves = jax.tree_util.tree_leaves_with_path(restored(tmp_path / "hf", abstract(loaded), family))
-    assert [path for path, _ in leaves] == [path for path, _ in expected]
-    for (path, leaf), (_, other) in zip(leaves, expected, strict=True):
-        assert leaf.sharding == other.sharding, path
-        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes(), path
+GEMMAS = {name: case for name, case in CASES.items() if case.kind.startswith("gemma")}
+
+
+@pytest.mark.parametrize("name", cross(GEMMAS, ["gemma", "gemma4, small"]))
+def test_tunix_computes_what_transformers_does_also_after_a_training_step(name, tmp_path):
+    """Of Gemma 1, for which Tunix has no loader, this shows that norms are where they belong."""
+    case = GEMMAS[name]
+    saved(case, tmp_path / "hf")
+    tunix = tunix_model(case.kind, case.sizes)
+    item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), tunix.state)
+    params = ost.load(tmp_path / "hf", item, family="tunix")
+    tokens = np.array([[3, 14, 15, 92, 65, 35, 89, 79]])
+    positions, mask = np.arange(8)[None], np.tril(np.ones((1, 8, 8), bool))
+
+    @jax.jit
+    def logits(params):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return nnx.merge(tunix.graph, params)(tokens, positions, None, mask)[0]
+
+    def expected(directory):
+        model = getattr(transformers, case.model).from_pretrained(directory, dtype=torch.float32)
+        with torch.no_grad():
+            return model(torch.tensor(tokens)).logits.numpy()
+
+    before = expected(tmp_path / "hf")
+    np.testing.assert_allclose(logits(params), before, atol=1e-4)
+
+    gradients = jax.jit(jax.grad(lambda params: logits(params)[0, :, 0].sum()))(params)
+    trained = jax.tree.map(lambda x, gradient: x - np.float32(0.01) * gradient, params, gradients)
+    ost.save(tmp_path / "trained", trained, family="tunix", like=tmp_path / "hf")  # rounded to bfloat16
+    after = expected(tmp_path / "trained")
+    assert not np.allclose(after, before, atol=0.1)
+    np.testing.assert_allclose(logits(trained), after, atol=0.02)
+    np.testing.assert_allclose(logits(ost.load(tmp_path / "trained", item, family="tunix")), after, atol=1e-4)
 
 
 def test_the_example_of_the_page(tmp_path, monkeypatch):

@@ -12,9 +12,11 @@ import sys
 import types
 import warnings
 from typing import Any, NamedTuple
+from unittest import mock
 
 import flax
 import pytest
+from flax import nnx
 
 
 class TunixModel(NamedTuple):
@@ -24,17 +26,21 @@ class TunixModel(NamedTuple):
       config: Tunix's config of it.
       table: its table of stored names.
       load: reads a directory, given a mesh.
+      graph, state: the parts of the abstract model, as `nnx.split` gives them.
     """
 
     config: Any
     table: dict[str, Any]
     load: Any
+    graph: Any
+    state: Any
 
 
 def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
-    """Return the model of Tunix that is for a config of `transformers`, as far as parameters go."""
+    """Return the model of Tunix that is for a config of `transformers`, as far as parameters and results go."""
     is_gemma = kind.startswith("gemma")
-    params = import_tunix(f"tunix.models.{kind}.{'params_safetensors' if is_gemma else 'params'}")
+    module = "gemma" if kind == "gemma2" else kind
+    params = import_tunix(f"tunix.models.{module}.{'params_safetensors' if is_gemma else 'params'}")
     heads = config["num_attention_heads"]
     vocabulary = "num_embed" if is_gemma else "vocab_size"
     sizes: dict[str, Any] = {
@@ -51,20 +57,81 @@ def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
     else:
         sizes |= {"rope_theta": 10_000, "norm_eps": 1e-6}
         sizes["weight_tying" if kind == "llama3" else "use_tied_embedding"] = config["tie_word_embeddings"]
-    if kind == "gemma4":
-        sizes |= {
-            "global_key_size": config["global_head_dim"],
-            "num_global_kv_heads": config["num_global_key_value_heads"],
-            "k_eq_v_global": config["attention_k_eq_v"],
-        }
-    if "num_experts" in config:
+    if kind == "gemma3":
+        sizes["global_base_frequency"] = 1_000_000
+    if module == "gemma":
+        sizes |= _first_gemmas(params.model_lib.AttentionType, config, post_norms=kind == "gemma2")
+    elif kind == "gemma4":
+        sizes |= _gemma4(params.model_lib.AttentionType, config)
+    elif "num_experts" in config:
         sizes |= {key: config[key] for key in ("num_experts", "num_experts_per_tok")}
     cfg = params.model_lib.ModelConfig(**sizes)
+    table = params._get_key_and_transform_mapping
+    if kind == "gemma":
+        table = _with_norms_of_gemma_1(table)
+
+    def load(directory: Any, mesh: Any) -> Any:
+        with mock.patch.object(params, "_get_key_and_transform_mapping", table):
+            return params.create_model_from_safe_tensors(str(directory), cfg, mesh=mesh)
+
+    model_class = getattr(params.model_lib, module.title())
     return TunixModel(
-        cfg,
-        params._get_key_and_transform_mapping(cfg),
-        lambda directory, mesh: params.create_model_from_safe_tensors(str(directory), cfg, mesh=mesh),
+        cfg, table(cfg), load, *nnx.split(nnx.eval_shape(lambda: model_class(cfg, rngs=nnx.Rngs(params=0))))
     )
+
+
+def _first_gemmas(kinds: Any, config: dict[str, Any], *, post_norms: bool) -> dict[str, Any]:
+    """Return what the config of Gemma 1 and 2 has besides; `post_norms` if it is Gemma 2."""
+    pattern = [kinds.LOCAL_SLIDING, kinds.GLOBAL] if post_norms else [kinds.GLOBAL]
+    return {
+        "attention_types": pattern * config["num_hidden_layers"],
+        "use_post_attn_norm": post_norms,
+        "use_post_ffw_norm": post_norms,
+        "attn_logits_soft_cap": 50.0 if post_norms else None,
+        "final_logit_softcap": 30.0 if post_norms else None,
+    }
+
+
+def _with_norms_of_gemma_1(table: Any) -> Any:
+    """Return the table of Gemma 2 for Gemma 1.
+
+    Tunix has none for it: the second norm of a layer, which is before its MLP, is stored under the name that the norm
+    after attention has in Gemma 2, and Tunix's loader finds no place for it.
+    """
+
+    def amended(cfg: Any) -> dict[str, Any]:
+        return {
+            pattern: ("layers.\\1.pre_ffw_norm.scale", None) if "post_attention_layernorm" in pattern else row
+            for pattern, row in table(cfg).items()
+            if "feedforward" not in pattern
+        }
+
+    return amended
+
+
+def _gemma4(kinds: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the config of Gemma 4 has besides; a config with experts has an MLP beside them."""
+    shared = config["num_kv_shared_layers"]
+    sizes = {
+        "hidden_dim": config["intermediate_size"],
+        "global_key_size": config["global_head_dim"],
+        "num_global_kv_heads": config.get("num_global_key_value_heads"),
+        "k_eq_v_global": config["attention_k_eq_v"],
+        "per_layer_input_dim": config["hidden_size_per_layer_input"],
+        "frac_shared_layers": shared / config["num_hidden_layers"],
+        "override_kv_shared_ffw_hidden": 2 * config["intermediate_size"] if shared else None,
+        "attention_pattern": [
+            kinds.GLOBAL if kind == "full_attention" else kinds.LOCAL_SLIDING for kind in config["layer_types"]
+        ],
+    }
+    if config["enable_moe_block"]:
+        sizes |= {
+            "enable_moe": True,
+            "num_experts": config["num_experts"],
+            "num_experts_per_tok": config["top_k_experts"],
+            "expert_dim": config["moe_intermediate_size"],
+        }
+    return sizes
 
 
 def import_tunix(name: str) -> Any:
