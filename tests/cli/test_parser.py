@@ -67,7 +67,13 @@ def test_without_shtab(cli, monkeypatch):
     [
         (["d"], {"delta", "demo", "diff"}),
         (["inspect", "--st"], {"--stats"}),
-        (["plan", "there", "--family", "tun"], {"tunix", "tunix.gemma3", "tunix.llama3", "tunix.qwen2", "tunix.qwen3"}),
+        (
+            ["plan", "there", "--family", "tun"],
+            {
+                "tunix",
+                *(f"tunix.{model}" for model in ("gemma", "gemma2", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")),
+            },
+        ),
         (["verify", "setup."], {"setup.cfg"}),
     ],
 )
