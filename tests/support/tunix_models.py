@@ -26,14 +26,13 @@ class TunixModel(NamedTuple):
       config: Tunix's config of it.
       table: its table of stored names.
       load: reads a directory, given a mesh.
-      graph, state: the parts of the abstract model, as `nnx.split` gives them.
+      abstract: returns the parts of the abstract model, as `nnx.split` does.
     """
 
     config: Any
     table: dict[str, Any]
     load: Any
-    graph: Any
-    state: Any
+    abstract: Any
 
 
 def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
@@ -75,9 +74,13 @@ def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
             return params.create_model_from_safe_tensors(str(directory), cfg, mesh=mesh)
 
     model_class = getattr(params.model_lib, module.title())
-    return TunixModel(
-        cfg, table(cfg), load, *nnx.split(nnx.eval_shape(lambda: model_class(cfg, rngs=nnx.Rngs(params=0))))
-    )
+
+    def abstract() -> tuple[Any, Any]:
+        return nnx.split(
+            nnx.eval_shape(lambda: getattr(params.model_lib, module.title())(cfg, rngs=nnx.Rngs(params=0)))
+        )
+
+    return TunixModel(cfg, table(cfg), load, abstract)
 
 
 def _first_gemmas(kinds: Any, config: dict[str, Any], *, post_norms: bool) -> dict[str, Any]:
