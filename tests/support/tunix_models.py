@@ -73,8 +73,6 @@ def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
         with mock.patch.object(params, "_get_key_and_transform_mapping", table):
             return params.create_model_from_safe_tensors(str(directory), cfg, mesh=mesh)
 
-    model_class = getattr(params.model_lib, module.title())
-
     def abstract() -> tuple[Any, Any]:
         return nnx.split(
             nnx.eval_shape(lambda: getattr(params.model_lib, module.title())(cfg, rngs=nnx.Rngs(params=0)))
