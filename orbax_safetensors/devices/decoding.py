@@ -74,10 +74,15 @@ def _values(decoding: Decoding, codes: jax.Array) -> jax.Array:
 def _across_bytes(decoding: Decoding, codes: jax.Array) -> jax.Array:
     """Return codes that run over the ends of bytes, as `transfer.decode` does."""
     bits, size = decoding.bits, lcm(decoding.bits, 8)
-    units = codes.reshape(decoding.rows, -1, size // 8).astype(np.uint32)
-    pairs = units | lax.pad(units[..., 1:], np.uint32(0), ((0, 0, 0), (0, 0, 0), (0, 1, 0))) << np.uint32(8)
-    fields = [pairs[..., at // 8] >> np.uint32(at % 8) & np.uint32(2**bits - 1) for at in range(0, size, bits)]
-    return lax.concatenate([field[..., None] for field in fields], 2).reshape(decoding.rows, decoding.width)
+    units = codes.reshape(decoding.rows, -1, size // 8)
+    fields = []
+    for at in range(0, size, bits):
+        byte, shift = divmod(at, 8)
+        field = units[..., byte] >> np.uint8(shift)
+        if shift + bits > 8:
+            field = field | units[..., byte + 1] << np.uint8(8 - shift)
+        fields.append((field & np.uint8(2**bits - 1))[..., None])
+    return lax.concatenate(fields, 2).reshape(decoding.rows, decoding.width).astype(np.uint32)
 
 
 def _fields(words: jax.Array, numbers: jax.Array, bits: int, order: Order) -> jax.Array:
