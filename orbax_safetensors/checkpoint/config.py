@@ -21,9 +21,10 @@ ADAPTER_CONFIG_NAME = "adapter_config.json"
 # Configs are a few kilobytes. What is much longer is something else.
 _MAX_CONFIG_BYTES = 4 * 2**20
 
-# Of NVIDIA ModelOpt and of GPTQ's programs, which say how tensors are quantised.
+# Of NVIDIA ModelOpt, of GPTQ's programs and of AutoRound, which say how tensors are quantised.
 _MODELOPT_NAME, _GPTQ_NAME = "hf_quant_config.json", "quantize_config.json"
-QUANTIZATION_NAMES = (_MODELOPT_NAME, _GPTQ_NAME)
+_AUTOROUND_NAME = "quantization_config.json"
+QUANTIZATION_NAMES = (_MODELOPT_NAME, _GPTQ_NAME, _AUTOROUND_NAME)
 
 # What a model computes in; a config may say anything.
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -107,7 +108,7 @@ def quantization_beside(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return {"quant_method": "modelopt", **(stated if isinstance(stated, Mapping) else {})}
     if config := _read_beside(checkpoint, _GPTQ_NAME):
         return {"quant_method": "gptq", **config}
-    return None
+    return _read_beside(checkpoint, _AUTOROUND_NAME) or None
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

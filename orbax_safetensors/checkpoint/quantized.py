@@ -32,6 +32,7 @@ _CODES = {
     "offset2": ml_dtypes.int2,
     "offset4": ml_dtypes.int4,
     "offset8": np.int8,
+    "int8": np.int8,
     "unsigned2": ml_dtypes.uint2,
     "unsigned4": ml_dtypes.uint4,
     "unsigned8": np.uint8,
@@ -136,8 +137,9 @@ def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoin
         is_scaled = roles <= ({Role.ZERO} if len(encoding.shape) > 2 else {*_SECOND_LEVEL, Role.ZERO})
         if encoding.final != 1 or encoding.padding or not is_scaled or not (is_stored or dtype):
             raise MappingError(
-                f"{tensor.codes!r} is {label(tensor)}: expected int, AWQ, GPTQ or MXFP4 without group indexes, NVFP4, "
-                f"fp8 or MXFP8, which are codes, perhaps less zero points, times scales; {_DECODE}"
+                f"{tensor.codes!r} is {label(tensor)}: expected int, AWQ, GPTQ or MXFP4 without group indexes, NVFP4 "
+                "without pre_quant_scale, fp8 or MXFP8, which are codes, perhaps less zero points, times scales; "
+                f"{_DECODE}"
             )
         if not is_stored:
             values = encoding.values.removeprefix("doubled ")
@@ -146,11 +148,13 @@ def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoin
         meant = DTYPES["F8_E8M0"] if scale.dtype.name == "U8" else scale.dtype
         tensors[tensor.scales] = tensors[tensor.scales]._replace(stored_dtype=meant)
         for parameter, stored in zip(others, tensor.parameters[1:], strict=True):
-            if parameter.role is Role.ZERO:
+            if parameter.role is Role.ZERO and parameter.bits:
                 zeros = parameter.alone()
                 quantized[stored] = _alone(tensor, stored, zeros, _CODES[zeros.values])
-            else:
-                joint = Encoding(scale.grid, 8, "F8_E4M3", (replace(parameter, block=scale.grid),))
+            elif parameter.role in _SECOND_LEVEL:
+                (height, width), block = scale.block, parameter.block
+                shared = -(-block[0] // height), -(-block[1] // width)  # scales that share a factor
+                joint = Encoding(scale.grid, 8, "F8_E4M3", (replace(parameter, block=shared),))
                 quantized[tensor.scales] = _alone(tensor, tensor.scales, joint, np.float32, (stored,))
     return replace(checkpoint, tensors=tensors, quantized=quantized)
 

@@ -1,7 +1,8 @@
 """Decodes quantised tensors on devices: what `transfer.decode` computes with NumPy, as a part of a program of JAX.
 
-It computes `((value - zero) * scale + bias) * final` in float32 and in this order, as `transfer.decode` does. The
-results have the same bits, except that a NaN may be another NaN, and that CPUs and TPUs set subnormal numbers to zero.
+It computes `((value - zero) * scale + bias) * input_factor * final` in float32 and in this order, as `transfer.decode`
+does. The results have the same bits, except that a NaN may be another NaN, and that CPUs and TPUs set subnormal numbers
+to zero.
 
 XLA rewrites arithmetic in ways that change results, so four forms are avoided: products with a constant before the
 scale, which it moves to the scale; divisions in float32, which are approximate on GPUs; sums of products that are
@@ -38,17 +39,27 @@ def decoded(decoding: Decoding, arrays: Sequence[jax.Array]) -> jax.Array:
     values = _values(decoding, codes)
     if Role.ZERO in by_role:
         spread, stored = by_role[Role.ZERO]
-        values = values - _elements(stored, spread).astype(np.int32)
+        zeros = _elements(stored, spread)
+        if not spread.parameter.bits:
+            zeros = lax.bitcast_convert_type(zeros, np.int8)
+        values = values - zeros.astype(np.int32)
     spread, stored = by_role[Role.SCALE]
     scales = _floats(stored, spread.parameter.dtype.name, decoding.values)
-    if Role.FACTOR in by_role:
+    if Role.FACTOR in by_role and by_role[Role.FACTOR][1].size == 1:
         scales = scales * by_role[Role.FACTOR][1].reshape(1, 1, 1)
     if Role.DIVISOR in by_role:
         scales = _divided(scales, by_role[Role.DIVISOR][1].reshape(1, 1, 1))
-    elements = values.astype(np.float32) * _elements(scales, spread)
+    scales = _elements(scales, spread)
+    if Role.FACTOR in by_role and by_role[Role.FACTOR][1].size > 1:
+        spread, stored = by_role[Role.FACTOR]
+        scales = scales * _elements(stored, spread)
+    elements = values.astype(np.float32) * scales
     if Role.BIAS in by_role:
         spread, stored = by_role[Role.BIAS]
         elements = elements + _elements(_floats(stored, spread.parameter.dtype.name, decoding.values), spread)
+    if Role.INPUT_FACTOR in by_role:
+        spread, stored = by_role[Role.INPUT_FACTOR]
+        elements = elements * _elements(_floats(stored, spread.parameter.dtype.name, decoding.values), spread)
     return elements * np.float32(decoding.final) if decoding.final != 1 else elements
 
 

@@ -35,6 +35,7 @@ class Role(Enum):
     FACTOR = "what the scale is multiplied by before"
     DIVISOR = "what the scale is divided by before"
     BIAS = "what is added to a scaled element"
+    INPUT_FACTOR = "what a scaled element is multiplied by after, as its layer multiplies its inputs"
 
 
 class Order(Enum):

@@ -54,6 +54,8 @@ def quantized(
     match row.layout:
         case CodeLayout.OUTPUTS | CodeLayout.BLOCKS:
             return tensor.outputs()
+        case CodeLayout.EXPERTS:
+            return tensor.experts()
         case CodeLayout.INPUTS:
             return tensor.inputs()
         case CodeLayout.INPUT_WORDS:
@@ -99,6 +101,8 @@ class _Tensor:
             raise MappingError(f"{self.codes!r}: expected two dimensions or more, found shape {found}")
         word_bits = DTYPES[self.stored[self.codes][1]].bits
         bits, columns = self._bits_and_columns(found, word_bits)
+        seen = (*found[:-1], columns)
+        found = self._matrices(found, bits)
         shape = (*found[:-1], found[-1] * word_bits // bits)
         kept = (*found[:-1], columns)
         values = row.values.format(bits=bits)
@@ -112,6 +116,9 @@ class _Tensor:
                     grid = -(-kept[-2] // block[0]), -(-columns // block[1])
                     here = (block[0], 0) if grouped else block
                     parameters.append(Parameter(role, dtype, grid, here))
+                case Role.ZERO if dtype.bits == 8:
+                    self._expect(role, self.shapes[Role.SCALE])
+                    parameters.append(replace(parameters[0], role=role, dtype=dtype))
                 case Role.ZERO:
                     values = f"unsigned{bits}"
                     grid = -(-kept[-2] // block[0]), -(-columns // block[1])
@@ -124,6 +131,9 @@ class _Tensor:
                 case Role.BIAS:
                     self._expect(role, self.shapes[Role.SCALE])
                     parameters.append(replace(parameters[0], role=role, dtype=dtype))
+                case Role.INPUT_FACTOR if len(found) == 2:
+                    self._expect(role, (columns,))
+                    parameters.append(Parameter(role, dtype, (1, columns), (kept[-2], 1)))
                 case _:  # of a whole matrix
                     if at != found[:-2] and (prod(at) != 1 or len(found) > 2):
                         raise MappingError(
@@ -135,8 +145,73 @@ class _Tensor:
         axes = tuple(range(len(shape)))
         if row.layout is CodeLayout.BLOCKS:
             axes = (*axes[:-2], axes[-1], axes[-2])
-        kept = tuple(kept[axis] for axis in axes)
-        return self._quantized(encoding, kept, shape, axes, kept)
+            kept = seen = tuple(kept[axis] for axis in axes)
+        return self._quantized(encoding, seen, shape, axes, kept)
+
+    def _matrices(self, found: tuple[int, ...], bits: int) -> tuple[int, ...]:
+        """Return the shape of codes as matrices among which no scale is shared, and no block begins within one.
+
+        Experts with one scale are one matrix. Rows that a model's shards had are a matrix for each shard.
+        """
+        scale = self.shapes[Role.SCALE]
+        if scale == () and len(found) > 2:
+            return prod(found[:-1]), found[-1]
+        if not self.codes.endswith(self.row.sharded) or len(found) != 2 or len(scale) != 2:
+            return found
+        fitting: dict[tuple[int, int], int] = {}  # the least number of shards by what its scales are for
+        for height in {scheme.block[0] for scheme in self._schemes(bits) if scheme.strategy == "block"}:
+            for shards in range(min(*scale[:1], *found[:1]), 0, -1):
+                size = found[0] // shards
+                blocks = -(-size // height)
+                if found[0] % shards == 0 and shards * blocks == scale[0]:
+                    fitting[height, size if size % height else height] = shards  # shards of whole blocks are alike
+        if len(fitting) > 1:
+            raise MappingError(
+                f"{self.names[Role.SCALE]!r}: expected {scale[0]} rows of scales for {found[0]} rows of {self.codes!r} "
+                f"in one way only, found that {' or '.join(map(str, sorted(fitting.values())))} shards have so many"
+            )
+        shards = next(iter(fitting.values()), 1)
+        if shards == 1:
+            return found
+        self.shapes[Role.SCALE] = (shards, scale[0] // shards, scale[1])
+        return shards, found[0] // shards, found[1]
+
+    def experts(self) -> Quantized:
+        """Return the matrices of experts, two columns or two rows of which are in a byte."""
+        if len(self.found) != 3:
+            raise MappingError(f"{self.codes!r}: expected shape (experts, rows, columns), found {self.found}")
+        self._schemes(4)  # groups of the config
+        experts, rows, columns = self.found
+        group, scale, second = self.row.group or 1, self.shapes[Role.SCALE], self.shapes[Role.FACTOR]
+        shapes = {}  # of scales, by how many rows are in a byte
+        if 2 * columns % group == 0:
+            shapes[1] = experts, rows, 2 * columns // group
+        if 2 * rows % group == 0:
+            shapes[2] = experts, 2 * rows // group, columns
+        fields = next((fields for fields, shape in shapes.items() if shape == scale), 0)
+        if not fields:
+            raise MappingError(
+                f"{self.names[Role.SCALE]!r}: expected {' or '.join(map(str, shapes.values())) or 'no scales'} for "
+                f"groups of {group} of {self.codes!r} of shape {self.found}, found shape {scale}"
+            )
+        shape = experts * rows, 2 * columns
+        heights = {(): shape[0], (1,): shape[0], (experts,): rows}
+        if fields == 1 and rows % 2 == 0:
+            heights[experts, 2] = rows // 2  # gates, and what they are for
+        if second not in heights:
+            raise MappingError(
+                f"{self.names[Role.FACTOR]!r}: expected shape {' or '.join(map(str, heights))} for {self.codes!r} of "
+                f"shape {self.found}, found {second}"
+            )
+        parameters = []
+        block = (1, group) if fields == 1 else (group // 2, 2)
+        for role, blocks in ((Role.SCALE, block), (Role.FACTOR, (heights[second], shape[1]))):
+            grid = shape[0] // blocks[0], shape[1] // blocks[1]
+            parameters.append(Parameter(role, self.dtypes[role], grid, blocks))
+        encoding = self._encoding(shape, 4, self.row.values, parameters, rows_in_word=fields)
+        seen = experts, rows * fields, shape[1] // fields
+        unfolded = experts, rows, seen[2], fields
+        return self._quantized(encoding, seen, unfolded, (0, 1, 3, 2), (experts, rows, fields, seen[2]))
 
     def _bits_and_columns(self, found: tuple[int, ...], word_bits: int) -> tuple[int, int]:
         """Return the bits of a code, and how many of a row are elements: the last word may have fewer."""
@@ -216,10 +291,12 @@ class _Tensor:
         """Return what the config says of codes like these, or everything that there is if it does not say anything."""
         kind = "float" if self.row.values.endswith(("F4", "F8_E4M3")) else "int"
         said = self.settings.of(kind, bits)
-        if not said and self.settings.method == "mlx":
-            described = " or ".join(f"{each.kind} {each.bits}" for each in self.settings.schemes)
+        if self.row.values == "int8":  # a byte may have a code of fewer bits
+            said = [scheme for scheme in self.settings.schemes if scheme.kind == kind and scheme.bits <= bits]
+        if not said and self.settings.method in ("compressed-tensors", "mlx"):
+            kinds = dict.fromkeys(f"{each.kind} codes of {each.bits} bits" for each in self.settings.schemes)
             raise MappingError(
-                f"{self.codes!r}: expected codes of {described or 'no'} bits, as in quantization_config, "
+                f"{self.codes!r}: expected {' or '.join(kinds) or 'plain values'}, as in quantization_config, "
                 f"found {self.row.name.format(bits=bits)}"
             )
         if size := self.row.group:
@@ -240,9 +317,10 @@ class _Tensor:
         *leading, rows, columns = shape
         match scheme.strategy:
             case "tensor":
-                return "the tensor", (rows, columns), [] if leading else [(), (1,), (1, 1)]
+                return "the tensor", (rows, columns), [tuple(leading)] if leading else [(), (1,), (1, 1)]
             case "channel":
-                return "rows", (1, columns), [(*leading, rows, 1), (*leading, rows)]
+                shapes = [(*leading, rows, 1), (*leading, rows)]  # in experts that are square, these may be columns
+                return "rows", (1, columns), shapes[:1] if leading and rows == columns else shapes
             case "block":
                 block = scheme.block
                 high, wide = -(-rows // block[0]), -(-columns // block[1])

@@ -22,6 +22,7 @@ class CodeLayout(Enum):
     BLOCKS = auto()  # the same with a dimension for the bytes of a block; models have outputs and inputs swapped
     INPUTS = auto()  # a row for each input, its outputs in words
     INPUT_WORDS = auto()  # a row for each word of inputs, with the words of all outputs
+    EXPERTS = auto()  # matrices of experts; the shape of scales says whether a byte has two columns or two rows
     FLAT = auto()  # all elements one after the other; blocks go over the ends of rows
 
 
@@ -54,6 +55,7 @@ class Format:
       layout: of the codes.
       order: of codes in a byte or a word.
       facts: endings of stored tensors that describe the codes, and are not needed to decode them.
+      sharded: endings of codes whose rows may be those of several shards, in each of which blocks begin anew.
       group: elements of a row that share a scale; None if shapes or the config say it.
       final: what a scaled element is multiplied by.
       method: the `quant_method` of its configs, if another format has the same names and dtypes.
@@ -69,6 +71,7 @@ class Format:
     layout: CodeLayout = CodeLayout.OUTPUTS
     order: Order = Order.LOW_FIRST
     facts: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()
     group: int | None = None
     final: float = 1
     method: str | None = None
@@ -80,6 +83,12 @@ _STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsand
 # What formats store beside their codes.
 _EXPONENT = ParameterFormat(Role.SCALE, (".weight_scale",), ("U8",))
 _FP8_SCALE = ParameterFormat(Role.SCALE, (".weight_scale",), ("F8_E4M3",))
+_OF_INPUTS = ParameterFormat(Role.INPUT_FACTOR, (".pre_quant_scale",), FLOATS, required=False)
+_BYTES = (
+    ParameterFormat(Role.SCALE, (".weight_scale",), FLOATS),
+    ParameterFormat(Role.ZERO, (".weight_zero_point",), ("I8",), required=False),
+    _OF_INPUTS,
+)
 _VALUES = ParameterFormat(Role.VALUES, (".weight.quant_map",), ("F32",))
 _PACKED = (
     ParameterFormat(Role.SCALE, (".weight_scale",), FLOATS),
@@ -87,8 +96,12 @@ _PACKED = (
     ParameterFormat(Role.GROUP, (".weight_g_idx",), ("I32",), required=False),
 )
 _WITH_DIVISOR = (_FP8_SCALE, ParameterFormat(Role.DIVISOR, (".weight_global_scale",), ("F32",)))
-_WITH_FACTOR = (_FP8_SCALE, ParameterFormat(Role.FACTOR, (".weight_scale_2",), ("F32",)))
-_FP8 = (ParameterFormat(Role.SCALE, ("_scale_inv", "_scale"), (*FLOATS, *EXPONENTS)),)
+_WITH_FACTOR = (_FP8_SCALE, ParameterFormat(Role.FACTOR, (".weight_scale_2",), ("F32",)), _OF_INPUTS)
+_FUSED = (
+    ParameterFormat(Role.SCALE, ("_weight_scale",), ("F8_E4M3",)),
+    ParameterFormat(Role.FACTOR, ("_weight_scale_2",), ("F32",)),
+)
+_FP8 = (ParameterFormat(Role.SCALE, ("_scale_inv", "_scale", "_weight_scale"), (*FLOATS, *EXPONENTS)),)
 _FP8_OF_MODULE = (ParameterFormat(Role.SCALE, (".scale", ".qscale_weight", ".scale_weight"), (*FLOATS, *EXPONENTS)),)
 _AWQ = (
     ParameterFormat(Role.SCALE, (".scales",), FLOATS),
@@ -117,12 +130,14 @@ FORMATS = (
     Format("int{bits}", ".weight_packed", ".weight", ("I32",), "offset{bits}", None, _PACKED, facts=_PACKED_FACTS),
     Format("NVFP4", ".weight_packed", ".weight", ("U8",), "F4", 4, _WITH_DIVISOR, facts=_PACKED_FACTS, group=16),
     Format("MXFP4", ".weight_packed", ".weight", ("U8",), "doubled F4", 4, (_EXPONENT,), facts=_PACKED_FACTS, group=32),
+    Format("int8", ".weight", ".weight", ("I8",), "int8", 8, _BYTES),
     # NVIDIA ModelOpt, AMD Quark, DeepSeek-V4, gpt-oss.
     Format("NVFP4", ".weight", ".weight", ("U8",), "F4", 4, _WITH_FACTOR, group=16),
+    Format("NVFP4", "", "", ("U8",), "F4", 4, _FUSED, CodeLayout.EXPERTS, group=16),
     Format("MXFP4", ".weight", ".weight", ("U8",), "doubled F4", 4, (_EXPONENT,), group=32),
     Format("MXFP4", ".weight", ".weight", ("I8",), "F4", 4, _OF_MODULE, group=32),
     Format("MXFP4", "_blocks", "", ("U8",), "doubled F4", 4, _EXPERTS, CodeLayout.BLOCKS, group=32),
-    Format("fp8", "", "", ("F8_E4M3",), "F8_E4M3", 8, _FP8),
+    Format("fp8", "", "", ("F8_E4M3",), "F8_E4M3", 8, _FP8, sharded=(".qkv_proj.weight",)),
     Format("fp8", ".weight", ".weight", ("F8_E4M3",), "F8_E4M3", 8, _FP8_OF_MODULE),
     Format(
         "AWQ", ".qweight", ".weight", ("I32",), "unsigned4", 4, _AWQ, CodeLayout.INPUTS, Order.EVEN_FIRST, method="awq"

@@ -76,7 +76,7 @@ def quantization(config: Mapping[str, Any] | None, stored: StoredTypes, read: Re
             if name in stored and name != codes:
                 raise MappingError(f"{name!r}: expected it either plain or as {codes!r}, found both")
             parameters = tuple([stored[parameter] for parameter in names.values()])
-            key = row, stored[codes], tuple(names), parameters, own.schemes
+            key = row, id(own), stored[codes], tuple(names), parameters
             if key in alike:
                 tensor = alike[key].renamed(name, codes, names)
             else:
@@ -105,7 +105,8 @@ _BY_DTYPE: dict[str, list[Format]] = {}
 for _row in FORMATS:
     for _dtype in _row.dtypes:
         _BY_DTYPE.setdefault(_dtype, []).append(_row)
-_CODES = tuple({row.codes for row in FORMATS if row.codes.startswith(".")} - {".weight"})  # of nothing but codes
+_OF_ANYTHING = ("", ".weight")  # endings of codes and of other tensors
+_CODES = tuple({row.codes for row in FORMATS if row.codes.startswith(".")} - {*_OF_ANYTHING})  # of nothing but codes
 CODE_DTYPES = frozenset(_BY_DTYPE)  # a checkpoint without any of these has no quantised tensors
 
 
@@ -181,7 +182,11 @@ def _has_codes(codes: str, row: Format, ending: str, stored: StoredTypes) -> boo
     """Return whether a tensor with this ending says that there are codes: other tensors may have the same ending."""
     if ending == ".scale":
         return False
-    return row.codes != "" or codes.endswith(".weight") or (codes in stored and stored[codes][1].startswith("F8_"))
+    return (
+        row.codes != ""
+        or codes.endswith(".weight")
+        or (codes in stored and (stored[codes][1].startswith("F8_") or stored[codes][1] in row.dtypes))
+    )
 
 
 def _check_codes(codes: str, stored: StoredTypes) -> None:
@@ -190,8 +195,8 @@ def _check_codes(codes: str, stored: StoredTypes) -> None:
     rows = [row for row in _BY_DTYPE.get(dtype, ()) if codes.endswith(row.codes)]
     ends = {row: [*row.facts, *(ending for each in row.parameters for ending in each.endings)] for row in rows}
     counts = {row: sum(ended(codes, row.codes, ending) in stored for ending in ends[row]) for row in rows}
-    row = max(rows, key=lambda row: (counts[row], row.codes != ".weight"), default=None)
-    if row is None or (not counts[row] and row.codes == ".weight"):
+    row = max(rows, key=lambda row: (counts[row], row.codes not in _OF_ANYTHING), default=None)
+    if row is None or (not counts[row] and row.codes in _OF_ANYTHING and dtype != "F8_E4M3"):
         if dtype.startswith("F8_"):
             raise MappingError(f"{codes!r}: expected codes in F8_E4M3, found {dtype}")
         if looks_coded(codes, stored):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,15 +21,26 @@ _METHODS = (
     "awq",
     "gptq",
     "bitsandbytes",
+    "auto-round",
     "mlx",
 )
 # The bits of a code and the size of a group that MLX takes if a config does not say them, by the mode.
 _MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+# The methods whose tensors AutoRound writes, by its `packing_format`.
+_GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+_PACKINGS = {
+    "auto_round": _GPTQ_V2,
+    "auto_round:gptqmodel": _GPTQ_V2,
+    "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "auto_round:auto_awq": {"quant_method": "awq", "version": "gemm"},
+}
+_PLAIN_BITS = 16  # of modules that AutoRound leaves as they are
 # Methods with versions that store codes in other ways: the key of the version, and those that are known.
 _VERSIONS = {"awq": ("version", ("gemm",)), "gptq": ("checkpoint_format", ("gptq", "gptq_v2"))}
-# Which weights of ModelOpt share a scale, by `quant_algo`; its configs do not say the size of blocks.
+# Which weights of ModelOpt share a scale, by `quant_algo`; its configs do not say the size of blocks. Experts may have
+# a scale each instead of one for each channel.
 _SQUARE = (128, 128)
-_ALGORITHMS = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block"}
+_ALGORITHMS = {"FP8": ("tensor",), "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "tensor"), "FP8_PB_WO": ("block",)}
 
 
 class Scheme(NamedTuple):
@@ -59,19 +71,18 @@ class Settings(NamedTuple):
       schemes: of quantised tensors; if there are none for some codes, these may be stored in any way.
       zero_added: to each field of a word of GPTQ's zero points.
       in_order: whether no groups are permuted; None if it does not say.
-      own: the schemes of a module by its name, None if it has those of all others.
+      own: the settings of a module by its name, None if it has those of all others.
     """
 
     method: str | None = None
     schemes: tuple[Scheme, ...] = ()
     zero_added: int = 1
     in_order: bool | None = None
-    own: Callable[[str], tuple[Scheme, ...] | None] = lambda module: None
+    own: Callable[[str], Settings | None] = lambda module: None
 
     def of_module(self, module: str) -> Settings:
         """Return what is said of one module."""
-        own = self.own(module)
-        return self if own is None else self._replace(schemes=own)
+        return self.own(module) or self
 
     def of(self, kind: str, bits: int) -> list[Scheme]:
         """Return the schemes of codes of a kind."""
@@ -87,11 +98,63 @@ def settings_of(config: Mapping[str, Any] | None) -> Settings:
     method = config.get("quant_method")
     if method not in _METHODS:
         raise MappingError(f"quantization_config: expected quant_method {', '.join(_METHODS)}, found {shown(method)}")
+    if method == "auto-round":
+        packing = config.get("packing_format")
+        if not isinstance(packing, str) or packing not in _PACKINGS:
+            raise MappingError(
+                f"quantization_config: expected packing_format {', '.join(_PACKINGS)}, found {shown(packing)}"
+            )
+        config = {**config, **_PACKINGS[packing]}
+    settings = _settings(config["quant_method"], config)
+    if method == "mlx":
+        own = {name: settings._replace(schemes=each) for name, each in _mlx_modules(config).items()}
+        return settings._replace(own=own.get)
+    rules = tuple(_rules(settings, config))
+    return settings._replace(own=lambda module: next((each for fits, each in rules if fits(module)), None))
+
+
+def _settings(method: str, config: Mapping[str, Any]) -> Settings:
+    """Return what a config says of all modules that it does not name."""
     version = _checked_version(method, config)
     permuted = _flag(config, "desc_act", None)
     schemes = tuple(_schemes(method, config))
-    settings = Settings(method, schemes, version != "gptq_v2", None if permuted is None else not permuted)
-    return settings._replace(own=_mlx_modules(config).get) if method == "mlx" else settings
+    return Settings(method, schemes, version != "gptq_v2", None if permuted is None else not permuted)
+
+
+def _rules(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[Callable[[str], object], Settings]]:
+    """Yield which modules GPTQModel's `dynamic` and AutoRound's `extra_config` mean, and what they say, in order."""
+    if settings.method not in ("gptq", "awq"):
+        return
+    dynamic, extra = (_objects(config, key) for key in ("dynamic", "extra_config"))
+    for pattern, changes in dynamic.items():
+        is_plain, pattern = pattern.startswith("-:"), pattern.removeprefix("-:").removeprefix("+:")
+        yield _compiled(pattern).match, _changed(settings, config, {"bits": _PLAIN_BITS} if is_plain else changes)
+    changed = {name: _changed(settings, config, changes) for name, changes in extra.items()}
+    yield from ((name.__eq__, each) for name, each in changed.items())
+    yield from ((_compiled(name).search, each) for name, each in changed.items())
+
+
+def _objects(config: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the objects under a key by their names."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping) or not all(isinstance(each, Mapping) for each in found.values()):
+        raise MappingError(f"quantization_config: expected an object of objects as {key}, found {shown(found)}")
+    return found
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise MappingError(f"quantization_config: {shown(pattern)} is not a regular expression: {error}") from error
+
+
+def _changed(settings: Settings, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
+    """Return settings with what is different in some modules. Those that are plain may have codes after all."""
+    if changes.get("bits") == _PLAIN_BITS:
+        return settings._replace(schemes=(), in_order=None)
+    changes = {key: each for key, each in changes.items() if each is not None}
+    return _settings(str(settings.method), {**config, **changes})
 
 
 def _schemes(method: str, config: Mapping[str, Any]) -> Iterator[Scheme]:
@@ -114,7 +177,7 @@ def _schemes(method: str, config: Mapping[str, Any]) -> Iterator[Scheme]:
         algorithm = str(config.get("quant_algo")).upper()
         if "NVFP4" in algorithm and config.get("group_size") is not None:
             yield _scheme("float", 4, "group", config["group_size"], set())
-        strategies = [_ALGORITHMS[algorithm]] if algorithm in _ALGORITHMS else ["block", "channel", "tensor", "group"]
+        strategies = _ALGORITHMS.get(algorithm, ("block", "channel", "tensor", "group"))
         yield from (Scheme("float", 8, strategy, block=_SQUARE) for strategy in strategies)
 
 
@@ -136,7 +199,8 @@ def _compressed(config: Mapping[str, Any]) -> Iterator[Scheme]:
             required.add(Role.GROUP)
         match strategy:
             case "block":
-                yield Scheme(kind, bits, strategy, block=_checked_block(weights.get("block_structure")))
+                block = _checked_block(weights.get("block_structure"))
+                yield _scheme(kind, bits, strategy, None, set())._replace(block=block)
             case "group" | "tensor_group":
                 yield _scheme(kind, bits, "group", size, required)
             case "channel" | "tensor":

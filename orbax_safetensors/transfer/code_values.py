@@ -40,9 +40,10 @@ def integers(encoding: Encoding, codes: np.ndarray) -> np.ndarray:
     """Return codes that are integers, those of words for several rows as these rows."""
     bits = encoding.bits
     if encoding.rows_in_word > 1:
-        shifts = np.arange(0, 32, bits, dtype=np.uint32)[:, None]
-        words = codes.view("<u4")
-        return (words[:, None] >> shifts & np.uint32(2**bits - 1)).reshape(-1, words.shape[1])
+        words = codes.view(f"<u{encoding.rows_in_word * bits // 8}")
+        shifts = np.arange(0, encoding.rows_in_word * bits, bits, dtype=words.dtype)[:, None]
+        fields: np.ndarray = words[:, None] >> shifts & words.dtype.type(2**bits - 1)
+        return fields.reshape(-1, words.shape[1])
     if 8 % bits:
         codes = _across_bytes(codes, bits)
     else:

@@ -1,8 +1,8 @@
 """Decodes quantised tensors with NumPy: one decoder for every `Encoding`.
 
-What it computes, in float32 and in this order, is `((value - zero) * scale + bias) * final`, where `value` is what the
-code means, and `scale` is a stored number, or one that two levels of scales make. That is what the programs do that
-models are published with, so the results, which are rounded once, have the same bits.
+What it computes, in float32 and in this order, is `((value - zero) * scale + bias) * input_factor * final`, where
+`value` is what the code means, and `scale` is a stored number, or one that two levels of scales make. That is what the
+programs do that models are published with, so the results, which are rounded once, have the same bits.
 
 Elements are computed in one of two ways. If few scales are different, a table has the results for every byte of codes,
 and nothing is computed for each element. Otherwise, a table has the values of every byte, and NumPy does the rest.
@@ -100,15 +100,18 @@ def decode(
         terms = [(np.multiply, _scales(encoding, by_role))]
     if Role.ZERO in by_role:
         terms.insert(0, (np.subtract, by_role[Role.ZERO]))
-    if Role.BIAS in by_role:
-        biases = by_role[Role.BIAS]
-        terms.append((np.add, biases._replace(entries=biases.entries.astype(np.float32))))
+    for role, operation in _AFTER.items():
+        if role in by_role:
+            term = by_role[role]
+            terms.append((operation, term._replace(entries=term.entries.astype(np.float32))))
     buffer = np.empty((min(step, len(area.rows)) * fields, width), np.float32)
     for part in parts:
         count = len(area.rows[part])
         elements = buffer[: count * fields]
         if values is None:
             np.copyto(elements, integers(encoding, codes[part]))
+        elif fields > 1:
+            np.take(CODES[encoding.values], integers(encoding, codes[part]), out=elements, mode="clip")
         else:
             np.take(values, codes[part], out=elements.view(values.dtype), mode="clip")
         with np.errstate(all="ignore"):
@@ -288,6 +291,7 @@ def _results(values: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndar
 
 
 _SECOND: dict[Role, np.ufunc] = {Role.FACTOR: np.multiply, Role.DIVISOR: np.divide}
+_AFTER: dict[Role, np.ufunc] = {Role.BIAS: np.add, Role.INPUT_FACTOR: np.multiply}
 
 
 def _scales(encoding: Encoding, by_role: Mapping[Role, _ParameterEntries]) -> _ParameterEntries:

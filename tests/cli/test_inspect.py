@@ -215,6 +215,13 @@ def test_statistics_have_one_name(cli, model):
         ("mlx-4bit-g64", {"MLX 4 bits, group 64", "MLX 8 bits, group 64"}),
         ("mlx-mxfp4", {"MXFP4, group 32"}),
         ("bnb-nf4-double", {"bitsandbytes 4 bits, group 64"}),
+        ("ct-int8-w8a8", {"int8, channel"}),
+        ("autoround-gptq-4bit", {"GPTQ 4 bits, group 32", "GPTQ 8 bits, group 64"}),
+        ("gptq-dynamic", {"GPTQ 4 bits, group 32", "GPTQ 8 bits, group 64"}),
+        ("modelopt-nvfp4-llama4", {"NVFP4, group 16"}),
+        ("nvfp4-experts-last-axis", {"NVFP4, group 16"}),
+        ("modelopt-fp8-llama4", {"fp8, tensor"}),
+        ("mimo-qkv-2-shards", {"fp8, block 128 x 128"}),
     ],
 )
 def test_formats_of_quantised_tensors(cli, checkpoint, expected):

@@ -21,7 +21,8 @@ QUANTIZED = TESTDATA / "quantized"
 NAMES = sorted(path.name for path in QUANTIZED.iterdir() if path.is_dir())
 BF16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 # Their tables have +0 for the code of -0.
-UNSIGNED_ZEROS = {"deepseek-v4-fp4-experts", "modelopt-nvfp4-kv", "modelopt-nvfp4-mlp-hfquant"}
+UNSIGNED_ZEROS = {"deepseek-v4-fp4-experts", "nvfp4-experts-last-axis", "autoround-gptq-4bit"}
+UNSIGNED_ZEROS |= {name for name in NAMES if name.startswith("modelopt-nvfp4-")}
 WHOLE = ["comfy-scaled-fp8", "mlx-4bit-g64", "mlx-4bit-moe", "mlx-mxfp4"]  # models with all of their tensors
 PLAIN = ("norm.weight", "norm_weight", "embed_tokens.weight", "lm_head.weight")
 # Every checkpoint is sharded over both dimensions, and four of different formats over each and with either dtype.
@@ -64,14 +65,17 @@ def test_shards_and_their_plan(name, spec, dtype, scalars):
     directory, values = QUANTIZED / name, values_of(name)
     family = family_of(directory)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    structs = {key: jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding) for key, value in values.items()}
+    # Of experts, each is cut.
+    shardings = {
+        key: NamedSharding(mesh, PartitionSpec(*[None] * (value.ndim - 2), *spec)) for key, value in values.items()
+    }
+    structs = {key: jax.ShapeDtypeStruct(value.shape, dtype, sharding=shardings[key]) for key, value in values.items()}
     item = ocp.tree.from_flat_dict(structs, sep=".")
     (plan,) = ost.plan_restore(directory, item, family=family).processes
     args = ost.SafetensorsRestore(item=item, partial_restore=True)
     restored = ocp.Checkpointer(ost.SafetensorsHandler(family=family)).restore(directory, args=args)
     assert_values(name, names_of(restored), values)
-    assert all(leaf.sharding == sharding for leaf in names_of(restored).values())
+    assert {key: leaf.sharding for key, leaf in names_of(restored).items()} == shardings
     assert scalars["/jax/orbax/read/safetensors/bytes_read"] == plan.read_bytes
     assert scalars["/jax/orbax/read/safetensors/storage_reads"] == plan.num_requests
     decoded = sum(value.size for value in values.values()) * 4
@@ -106,3 +110,51 @@ def test_a_family_of_maxtext_sees_the_values(name, tmp_path):
     for key, array in found.items():
         assert len(array.sharding.device_set) == 8
         np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[key]), err_msg=key)
+
+
+SPLIT = ost.SafetensorsOptions(dequantize="split")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ct-int8-w8a8",
+        "autoround-gptq-4bit",
+        "mimo-qkv-2-shards",
+        *[name for name in NAMES if "llama4" in name or "axis" in name],
+    ],
+)
+def test_codes_less_zeros_times_scales(name):
+    found = names_of(ost.load(QUANTIZED / name, family=family_of(QUANTIZED / name), options=SPLIT))
+    for key, value in values_of(name).items():
+        parts = {part: found.get(f"{key}.{part}") for part in ("qvalue", "zero_point", "scale")}
+        if parts["qvalue"] is None:  # plain
+            continue
+        elements, zeros, scales = (None if part is None else spread(part, value.shape) for part in parts.values())
+        np.testing.assert_array_equal((elements if zeros is None else elements - zeros) * scales, value, err_msg=key)
+
+
+def spread(part, shape):
+    part = np.asarray(part).astype(FLOAT32)
+    for axis, size in enumerate(shape):
+        part = part.repeat(size // part.shape[axis], axis)
+    return part
+
+
+def test_factors_of_inputs_are_not_split():
+    with pytest.raises(
+        ost.MappingError, match="'model.layers.0.self_attn.o_proj.weight'.* NVFP4 without pre_quant_scale"
+    ):
+        ost.load(QUANTIZED / "modelopt-nvfp4-awq", family="dequantized", options=SPLIT)
+
+
+def test_maxtext_has_the_values_of_a_plain_copy(tmp_path):
+    source = QUANTIZED / "modelopt-nvfp4-awq"
+    ost.convert(source, tmp_path / "plain", to="safetensors", family="dequantized", dtype="float32")
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = names_of(ost.load(source, mesh, family="maxtext", dtype="float32"))
+    plain = names_of(ost.load(tmp_path / "plain", family="maxtext", dtype="float32"))
+    assert len(found) == 12
+    assert {key: np.asarray(leaf).tobytes() for key, leaf in found.items()} == {
+        key: np.asarray(leaf).tobytes() for key, leaf in plain.items()
+    }

@@ -154,6 +154,16 @@ def test_mxfp4_swaps_rows_and_columns():
         (compressed(strategy="token"), "strategy .* found 'token'"),
         (compressed(symmetric="no"), "true or false as symmetric, found 'no'"),
         ({"quant_method": "gptq", "desc_act": 1}, "true or false as desc_act, found 1"),
+        ({"quant_method": "gptq", "dynamic": ["a"]}, r"expected an object of objects as dynamic, found \['a'\]"),
+        ({"quant_method": "gptq", "dynamic": {"a": 4}}, r"expected an object of objects as dynamic, found \{'a': 4\}"),
+        ({"quant_method": "gptq", "dynamic": {"-:(": {}}}, r"'\(' is not a regular expression: "),
+        ({"quant_method": "gptq", "dynamic": {"a": {"bits": "8"}}}, "expected integers as bits .* found '8'"),
+        ({"quant_method": "auto-round", "bits": 4}, "expected packing_format auto_round, .*auto_awq, found None"),
+        ({"quant_method": "auto-round", "packing_format": [4]}, r"expected packing_format .*, found \[4\]"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "expected packing_format .*, found 'auto_round:llm_compressor'",
+        ),
     ],
 )
 def test_methods_that_are_not_known_are_named(config, said):
@@ -169,12 +179,12 @@ def test_methods_that_are_not_known_are_named(config, said):
         (
             FP8,
             {"a.weight": ((2, 2), "BF16"), "a.weight_scale": ((), "F32")},
-            "'a.weight': expected the codes .* in F8_E4M3, found BF16",
+            "'a.weight': expected the codes .* in I8 or F8_E4M3, found BF16",
         ),
         (
             FP8,
             {"a.weight": ((2, 2), "F8_E5M2"), "a.weight_scale": ((), "F32")},
-            "'a.weight': expected the codes of 'a.weight_scale' in F8_E4M3, found F8_E5M2",
+            "'a.weight': expected the codes of 'a.weight_scale' in I8 or F8_E4M3, found F8_E5M2",
         ),
         (
             FP8,
@@ -255,6 +265,21 @@ MLX_FP4 = MLX | {"group_size": 32, "mode": "mxfp4"}
 MLX_FP4_STORED = {"a.weight": ((6, 16), "U32"), "a.scales": ((6, 4), "U8")}
 BNB = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 INT8 = {"a.weight": ((6, 8), "I8"), "a.SCB": ((6,), "F32"), "a.weight_format": ((), "U8")}
+W8A8 = compressed(type="int", symmetric=False)
+W8A8_STORED = {
+    "a.weight": ((6, 8), "I8"),
+    "a.weight_scale": ((6, 1), "BF16"),
+    "a.weight_zero_point": ((6, 1), "I8"),
+}
+FUSED = {
+    "e.up": ((3, 16, 24), "U8"),
+    "e.up_weight_scale": ((3, 2, 24), "F8_E4M3"),
+    "e.up_weight_scale_2": ((3,), "F32"),
+}
+BY_MODULE = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"a$": {"bits": 8}, "a": {"bits": 4}}}
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
+AUTO_STORED = {name: facts for name, facts in GPTQ_STORED.items() if name != "a.g_idx"}
+SHARDED = FP8 | {"activation_scheme": "dynamic"}
 
 
 @pytest.mark.parametrize(
@@ -282,12 +307,111 @@ INT8 = {"a.weight": ((6, 8), "I8"), "a.SCB": ((6,), "F32"), "a.weight_format": (
             "'a.weight': expected the codes of 'a.weight_scale_2' in U8, found F8_E4M3",
         ),
         (
-            compressed(),
+            None,
             {"a.weight_packed": ((6, 16), "U8"), "a.weight_scale": ((6, 1), "U8")},
             {"a.weight_global_scale": ((1,), "F32")},
             "'a.weight_scale': expected F8_E4M3 beside 'a.weight_packed' of U8, found U8",
         ),
-        (compressed(), {"a.weight": ((6, 8), "I8"), "a.weight_scale": ((6, 1), "BF16")}, {}, "F8_E4M3, found I8"),
+        (compressed(), W8A8_STORED, {}, "'a.weight': expected float codes of 8 bits, as in .*, found int8"),
+        (W8A8 | compressed(num_bits=16, type="int"), W8A8_STORED, {}, "expected int codes of 16 bits, .* found int8"),
+        (W8A8, W8A8_STORED, {"a.weight_scale": None}, r"'a.weight' is I8: expected its scales '.*weight_scale'"),
+        (
+            W8A8,
+            W8A8_STORED,
+            {"a.weight_scale": ((7, 1), "BF16")},
+            r"'a.weight_scale': expected \(6, 1\) or .* \(7, 1\)",
+        ),
+        (W8A8, W8A8_STORED, {"a.weight_zero_point": None}, "'a.weight': expected 'a.weight_zero_point', .*asymmetric"),
+        (W8A8, W8A8_STORED, {"a.weight_zero_point": ((6,), "I8")}, r"_zero_point': expected shape \(6, 1\) .* \(6,\)"),
+        (W8A8, W8A8_STORED, {"a.weight_zero_point": ((6, 1), "I32")}, "_zero_point': expected I8 .*, found I32"),
+        (
+            compressed(num_bits=4, type="int", strategy="group", group_size=3),
+            W8A8_STORED,
+            {"a.weight_zero_point": None},
+            r"'a.weight_scale': expected none for groups of 3 of 'a.weight' of shape \(6, 8\)",
+        ),
+        (
+            FP8,
+            {"a.weight": ((6, 16), "F8_E4M3"), "a.weight_scale_inv": ((), "F32")},
+            {"a.weight_zero_point": ((6,), "I8")},
+            "'a.weight': expected the codes of 'a.weight_zero_point' in I8, found F8_E4M3",
+        ),
+        (MODELOPT, NVFP4, {"a.pre_quant_scale": ((6,), "BF16")}, r"_quant_scale': expected shape \(32,\) .* \(6,\)"),
+        (MODELOPT, NVFP4, {"a.pre_quant_scale": ((32,), "F8_E4M3")}, "_scale': expected F32 or .* found F8_E4M3"),
+        (MODELOPT, FUSED, {"e.up_weight_scale_2": None}, "'e.up' is U8: expected 'e.up_weight_scale_2', found no such"),
+        (MODELOPT, FUSED, {"e.up_weight_scale": None}, "'e.up' is U8: expected its scales 'e.up_weight_scale', found"),
+        (MODELOPT, FUSED, {"e.up_weight_scale_2": ((2,), "F32")}, r"_2': expected shape \(\) or \(1,\) or \(3,\) for"),
+        (MODELOPT, FUSED, {"e.up_weight_scale_2": ((3, 2), "F32")}, r"_2': expected shape .*, found \(3, 2\)"),
+        (
+            MODELOPT,
+            FUSED,
+            {"e.up_weight_scale": ((3, 3, 24), "F8_E4M3")},
+            r"'e.up_weight_scale': expected \(3, 16, 3\) or \(3, 2, 24\) for groups of 16 .* found shape \(3, 3, 24\)",
+        ),
+        (
+            MODELOPT,
+            FUSED,
+            {"e.up": ((3, 15, 23), "U8")},
+            r"'e.up_weight_scale': expected no scales for groups of 16 of 'e.up' of shape \(3, 15, 23\)",
+        ),
+        (MODELOPT | {"group_size": 32}, FUSED, {}, "'e.up': expected groups of 32, .* found NVFP4, .* groups of 16"),
+        (
+            MODELOPT,
+            FUSED,
+            {"e.up": ((16, 24), "U8")},
+            r"'e.up': expected shape \(experts, rows, columns\), found \(16,",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            {"e.up": ((3, 16, 24), "F8_E4M3"), "e.up_weight_scale": ((3,), "F32")},
+            {"e.up_weight_scale": ((24,), "F32")},
+            r"'e.up_weight_scale': expected \(3,\) for the tensor of 'e.up' .* found shape \(24,\)",
+        ),
+        (
+            {"quant_method": "modelopt"},
+            {"e.up": ((3, 16, 16), "F8_E4M3"), "e.up_weight_scale": ((3, 16), "F32")},
+            {},
+            r"'e.up_weight_scale': expected .*\(3, 16, 1\) for rows.* found shape \(3, 16\)",  # or for columns
+        ),
+        (BY_MODULE, GPTQ_STORED, {}, "'a.qweight': expected codes of .*8.* bits, .* found 4"),
+        (BY_MODULE | {"bits": 8, "dynamic": {"-:b": {}}}, GPTQ_STORED, {}, "expected codes of .*8.* bits, .* found 4"),
+        (
+            BY_MODULE | {"dynamic": {"a": {"group_size": 16}}},
+            GPTQ_STORED,
+            {},
+            r"'a.scales': expected shape \(64 / 16, 16\)",
+        ),
+        (AUTO_ROUND | {"bits": 8}, AUTO_STORED, {}, "'a.qweight': expected codes of .*8.* bits, .* found 4"),
+        (
+            AUTO_ROUND,
+            AUTO_STORED,
+            {"a.scales": None},
+            "'a.qweight' is I32: expected its scales 'a.scales', found no such",
+        ),
+        (
+            AUTO_ROUND | {"extra_config": {"a": {"group_size": 24}}},
+            AUTO_STORED,
+            {},
+            r"'a.scales': expected shape \(64 / 24, 16\) for 'a.qweight' .* found \(2, 16\)",
+        ),
+        (
+            SHARDED,
+            {"a.qkv_proj.weight": ((304, 144), "F8_E4M3"), "a.qkv_proj.weight_scale_inv": ((4, 2), "F32")},
+            {},
+            r"_inv': expected 4 rows of scales for 304 rows of 'a.qkv_proj.weight' in one way only, found .* 2 or 4 ",
+        ),
+        (
+            SHARDED,
+            {"a.qkv_proj.weight": ((544, 144), "F8_E4M3"), "a.qkv_proj.weight_scale_inv": ((7, 2), "F32")},
+            {},
+            r"_inv': expected \(5, 2\) for blocks of 128 x 128 of 'a.qkv_proj.weight' .* found shape \(7, 2\)",
+        ),
+        (
+            SHARDED,
+            {"a.o_proj.weight": ((544, 144), "F8_E4M3"), "a.o_proj.weight_scale_inv": ((6, 2), "F32")},
+            {},
+            r"_inv': expected \(5, 2\) for blocks of 128 x 128 of 'a.o_proj.weight' .* found shape \(6, 2\)",
+        ),
         (GPTQ, GPTQ_STORED, {"a.qzeros": None}, "'a.qweight' is I32: expected 'a.qzeros', found no such tensor"),
         (GPTQ, GPTQ_STORED, {"a.scales": None}, "'a.qweight' is I32: expected its scales 'a.scales', found no such"),
         (GPTQ, GPTQ_STORED, {"a.scales": ((3, 16), "F16")}, r"'a.scales': expected shape \(64 / 32, 16\).*\(3, 16\)"),
@@ -338,7 +462,7 @@ INT8 = {"a.weight": ((6, 8), "I8"), "a.SCB": ((6,), "F32"), "a.weight_format": (
         (MLX, MLX_STORED, {"a.biases": None}, "'a.weight' is U32: expected 'a.biases', found no such tensor"),
         (MLX, MLX_STORED, {"a.biases": ((6, 1), "BF16")}, r"'a.biases': expected shape \(6, 2\) .* found \(6, 1\)"),
         (MLX, MLX_STORED, {"a.weight": ((6, 16), "I32")}, "'a.weight': expected the codes of 'a.scales' in U32, found"),
-        (MLX, MLX_FP4_STORED, {}, "'a.weight': expected codes of int 4 bits, as in quantization_config, found MXFP4"),
+        (MLX, MLX_FP4_STORED, {}, "'a.weight': expected int codes of 4 bits, as in quantization_config, found MXFP4"),
         (
             MLX_FP4 | {"mode": "nvfp4"},
             MLX_FP4_STORED,
@@ -386,17 +510,10 @@ HQQ = {"quant_method": "hqq"}
         (None, ("a.weight", E4M3, "F8_E5M2"), ("a.amax", (1,), "F32"), {}),
         (None, ("a_weight", E4M3, "F8_E4M3FNUZ"), ("a_descale", (), "F32"), {}),
         (OF_NO_METHOD, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 1), "BF16"), {"a.biases": ((6, 1), "BF16")}),
-        (None, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_weight_scale", (), "F32"), {}),
-        (MODELOPT, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_weight_scale", (3,), "F32"), {}),
-        (
-            None,
-            ("experts.up", EXPERTS, "U8"),
-            ("experts.up_weight_scale", (3, 2, 32), "F8_E4M3"),
-            {"experts.up_weight_scale_2": ((3,), "F32")},
-        ),
-        (MODELOPT, ("a.weight", (6, 16), "U8"), ("a.pre_quant_scale", (32,), "BF16"), NVFP4),
+        (None, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_wscale", (), "F32"), {}),
+        (MODELOPT, ("experts.up", EXPERTS, "U8"), ("experts.up_qscale", (3, 2, 32), "F32"), {}),
+        (MODELOPT, ("a.weight", (6, 16), "U8"), ("a.smooth_scale", (32,), "BF16"), NVFP4),
         (None, ("a.weight", (6, 16), "U8"), ("a.s", (32,), "BF16"), NVFP4),
-        (FP8, ("a.weight", E4M3, "F8_E4M3"), ("a.weight_zero_point", (6,), "I8"), {"a.weight_scale_inv": ((), "F32")}),
         (INT4, ("a.weight_packed", (6, 8), "I32"), ("a.zeros", (6, 2), "I32"), PACKED),
         (None, ("a.W_q", (6, 8), "U8"), ("a.scale", (6, 1), "F16"), {"a.zero": ((6, 1), "F16")}),
         (HQQ, ("a.W_q", (6, 8), "U8"), ("a.scale", (6, 1), "F16"), {"a.zero": ((6, 1), "F16")}),
@@ -499,6 +616,19 @@ DEEPSEEK = {"a.w1.weight": ((6, 16), "I8"), "a.w1.scale": ((6, 1), "F8_E8M0"), "
 
 def fp8(scales, dtype="F32"):
     return {"a.weight": ((256, 256), "F8_E4M3"), "a.weight_scale": (scales, dtype)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "scales", "shape"),
+    [(544, 6, (2, 272, 144)), (512, 4, (512, 144)), (27136, 216, (8, 3392, 144)), (14848, 116, (14848, 144))],
+)
+def test_blocks_begin_anew_in_each_shard_of_rows(rows, scales, shape):
+    """If shards have whole blocks, it does not matter how many there are."""
+    name = "layers.0.self_attn.qkv_proj.weight"
+    stored = {name: ((rows, 144), "F8_E4M3"), f"{name}_scale_inv": ((scales, 2), "F32")}
+    tensor = quantization(SHARDED, stored).tensors[name]
+    assert tensor.encoding == scaled(shape, 8, "F8_E4M3", F32, (128, 128))
+    assert tensor.view(np.dtype(np.float32)).shape == (rows, 144)
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,72 @@ def nvfp4(draw: Any) -> Sample:
             "m.weight_scale_2": factor.reshape(shape),
         } | beside
         config = draw(st.sampled_from([{"quant_method": "modelopt", "quant_algo": "NVFP4"}, None]))
+        if draw(st.booleans()):  # AWQ
+            stored["m.pre_quant_scale"] = scales_of(rng, (columns,), BF16)
     else:
         floats = scale.astype(np.float32) / second
         stored = {"m.weight_packed": halves(codes), "m.weight_scale": scale, "m.weight_global_scale": second}
         stored["m.input_global_scale"] = np.ones(1, F32)
         config = compressed("float", 4, "tensor_group", group_size=16)
-    return Sample(config, stored, E2M1[codes] * spread(floats, codes.shape, 1, 16))
+    values = E2M1[codes] * spread(floats, codes.shape, 1, 16)
+    if "m.pre_quant_scale" in stored:
+        values = values * stored["m.pre_quant_scale"].astype(np.float32)
+    return Sample(config, stored, values)
+
+
+@st.composite
+def fused_experts(draw: Any) -> Sample:
+    """ModelOpt's experts in one tensor: fp8, and NVFP4 packed along rows or columns, with any kind of second scale."""
+    rng, experts = draw(_seeds), draw(st.integers(1, 4))
+    rows, columns = 16 * draw(st.integers(1, 3)), 16 * draw(st.integers(1, 3))
+    dialect = draw(st.sampled_from(["rows", "columns", "fp8"]))
+    second = draw(st.sampled_from([(), (experts,), *([(experts, 2)] if dialect == "columns" else [])]))
+    factor = rng.uniform(2e-4, 2, second).astype(np.float32)
+    each = np.broadcast_to(
+        factor.reshape(second if len(second) == 2 else (-1, 1)), (experts, second[-1] if second[1:] else 1)
+    )
+    each = each.repeat(rows // each.shape[1], 1)[..., None]  # of each row
+    stored = {"m.weight_input_scale": np.ones(second, F32)}
+    if dialect == "fp8":
+        codes = rng.integers(0, 0x7F, (experts, rows, columns), np.uint8).view(F8)
+        config = draw(
+            st.sampled_from([{"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"} if second else {"quant_algo": "FP8"}, {}])
+        )
+        stored |= {"m.weight": codes, "m.weight_weight_scale": factor}
+        return Sample({"quant_method": "modelopt"} | config, stored, codes.astype(np.float32) * each)
+    codes = rng.integers(0, 16, (experts, rows, columns))
+    if dialect == "rows":
+        scale = rng.uniform(0.01, 448, (experts, rows // 16, columns)).astype(F8)
+        floats = scale.astype(np.float32).repeat(16, 1) * each
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    else:
+        scale = rng.uniform(0.01, 448, (experts, rows, columns // 16)).astype(F8)
+        floats = scale.astype(np.float32).repeat(16, 2) * each
+        packed = halves(codes)
+    stored |= {"m.weight": packed, "m.weight_weight_scale": scale, "m.weight_weight_scale_2": factor}
+    config = draw(st.sampled_from([{"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, None]))
+    return Sample(config, stored, E2M1[codes] * floats)
+
+
+@st.composite
+def bytes_of_integers(draw: Any) -> Sample:
+    """compressed-tensors `int-quantized`, of 8 bits or fewer, symmetric or not."""
+    rng, rows, bits = draw(_seeds), draw(st.integers(1, 21)), draw(st.sampled_from([4, 8]))
+    strategy, groups = draw(st.sampled_from(["tensor", "channel", "group"])), draw(st.integers(1, 4))
+    size = draw(st.sampled_from([1, 3, 16, 32]))
+    columns, groups = size * groups, groups if strategy == "group" else 1
+    scale = scales_of(rng, (1 if strategy == "tensor" else rows, groups), draw(st.sampled_from(FLOATS)))
+    codes = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, columns)).astype(np.int8)
+    zero = np.zeros(scale.shape, np.int8)
+    shape = (1,) if strategy == "tensor" else scale.shape
+    stored = {"m.weight": codes, "m.weight_scale": scale.reshape(shape), "m.input_zero_point": np.zeros(1, np.int8)}
+    if not (symmetric := draw(st.booleans())):
+        zero = rng.integers(-128, 128, scale.shape).astype(np.int8)
+        stored["m.weight_zero_point"] = zero.reshape(shape)
+    config = compressed("int", bits, strategy, symmetric=symmetric, group_size=size if strategy == "group" else None)
+    height, width = rows // len(scale), columns // groups
+    parts = [spread(part.astype(np.float32), codes.shape, height, width) for part in (zero, scale)]
+    return Sample(config, stored, (codes - parts[0]) * parts[1])
 
 
 @st.composite
@@ -166,7 +226,7 @@ def fp8(draw: Any) -> Sample:
         config = config | {"weight_block_size": list(block)}
     elif grid == "tensor":
         stored_shape = draw(st.sampled_from([(), (1,), (1, 1)]))
-    elif draw(st.booleans()):
+    elif draw(st.booleans()) and not (leading and rows == columns):
         stored_shape = shape[:-1]
     name = draw(
         st.sampled_from(["m.weight_scale_inv", "m.weight_scale", "m.scale", "m.qscale_weight", "m.scale_weight"])
@@ -297,6 +357,31 @@ def mlx(draw: Any) -> Sample:
 
 
 @st.composite
+def gptq_by_module(draw: Any) -> Sample:
+    """GPTQModel's `dynamic`, of which the first pattern that matches decides."""
+    sample = draw(gptq())
+    own = {key: sample.config[key] for key in ("bits", "group_size", "desc_act")}
+    others = {"bits": 3, "group_size": 5, "desc_act": not own["desc_act"]}
+    dynamic = draw(st.sampled_from([{"-:n": {}, r"+:m\Z": own, "m": {"bits": 3}}, {"m": own, "-:m": {}}, {"-:m": {}}]))
+    return sample._replace(config=sample.config | (others if own in dynamic.values() else {}) | {"dynamic": dynamic})
+
+
+@st.composite
+def auto_round(draw: Any) -> Sample:
+    """GPTQ and AWQ under AutoRound's keys, with settings for the module by its name or by a regular expression."""
+    sample = draw(awq() | gptq().filter(lambda each: "m.g_idx" not in each.stored))
+    packing = "auto_awq"
+    if sample.config["quant_method"] == "gptq":
+        packing = draw(st.sampled_from(["gptqmodel", ""])) if "checkpoint_format" in sample.config else "auto_gptq"
+    own = {key: sample.config[key] for key in ("bits", "group_size")}
+    extra = draw(st.sampled_from([{"m.*": {"bits": 3}, "m": own}, {"m$": own, ".": {"bits": 16}}, {".": own, "n": {}}]))
+    if packing != "auto_awq" and draw(st.booleans()):
+        extra = {"^m": {"bits": 16}}
+    config = {"quant_method": "auto-round", "packing_format": f"auto_round:{packing}".rstrip(":")}
+    return sample._replace(config=config | {"bits": 4, "group_size": 5, "extra_config": extra})
+
+
+@st.composite
 def bitsandbytes4(draw: Any) -> Sample:
     """NF4 and FP4, with scales in float32 or nested; blocks go over the ends of rows, and the last may be short."""
     rng, size = draw(_seeds), draw(st.sampled_from([32, 64, 128]))
@@ -333,12 +418,16 @@ def bitsandbytes8(draw: Any) -> Sample:
 
 FORMATS = {
     "pack-quantized": packed_integers(),
+    "int-quantized": bytes_of_integers(),
     "NVFP4": nvfp4(),
+    "fused experts": fused_experts(),
     "fp8": fp8(),
     "powers of two": powers_of_two(),
     "AWQ": awq(),
     "GPTQ": gptq(),
     "MLX": mlx(),
+    "GPTQ by module": gptq_by_module(),
+    "AutoRound": auto_round(),
     "bitsandbytes 4 bits": bitsandbytes4(),
     "bitsandbytes int8": bitsandbytes8(),
 }
