@@ -13,11 +13,11 @@ from typing import Any
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.encoding import Role
-from orbax_safetensors.mapping.encodings import Read, StoredTypes, ended
 from orbax_safetensors.mapping.encodings import quantized as encoded
 from orbax_safetensors.mapping.formats import FORMATS, CodeLayout, Format
 from orbax_safetensors.mapping.quantization_config import Settings, settings_of
 from orbax_safetensors.mapping.quantized_tensor import Quantized
+from orbax_safetensors.mapping.stored_codes import Read, StoredTypes, ended
 from orbax_safetensors.mapping.unknown_codes import COUNTS, INTEGER_CODES, is_known, looks_coded, pairs, refusal
 
 # What quantised activations and caches need, and a model without quantisation does not have.

@@ -14,9 +14,9 @@ from math import prod
 from typing import NamedTuple
 
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.mapping.encodings import StoredTypes
 from orbax_safetensors.mapping.formats import EXPONENTS, FLOATS, FORMATS
 from orbax_safetensors.mapping.quantized_tensor import Quantized
+from orbax_safetensors.mapping.stored_codes import StoredTypes
 
 FLOAT_CODES = frozenset(name for name, dtype in DTYPES.items() if name[0] == "F" and dtype.bits < 16) - {"F8_E8M0"}
 # Positions, tables of tokens and counters of models are I64 or BOOL.

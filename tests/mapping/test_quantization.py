@@ -10,21 +10,36 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.mapping.quantization import quantization
 from tests.support.quantized import scaled
+from tests.support.quantized_facts import (
+    AUTO_ROUND,
+    AUTO_STORED,
+    AWQ,
+    AWQ_STORED,
+    BNB,
+    BY_MODULE,
+    FP8,
+    FUSED,
+    GPTQ,
+    GPTQ_STORED,
+    INT4,
+    INT8,
+    MLX,
+    MLX_FP4,
+    MLX_FP4_STORED,
+    MLX_STORED,
+    MODELOPT,
+    MXFP4,
+    NVFP4,
+    PACKED,
+    SHARDED,
+    W8A8,
+    W8A8_STORED,
+    compressed,
+)
 from tests.support.roots import TESTDATA
 
 GEOMETRY = TESTDATA / "geometry"
 F32, BF16, U8 = (DTYPES[name] for name in ("F32", "BF16", "U8"))
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-MXFP4 = {"quant_method": "mxfp4"}
-
-
-def compressed(**weights):
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel"} | weights
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
 
 
 def full_size(name):
@@ -132,46 +147,6 @@ def test_mxfp4_swaps_rows_and_columns():
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ([], "expected an object"),
-        ({}, "found None"),
-        ({"quant_method": "hqq", "bits": 4}, "'hqq'"),
-        ({"quant_method": ["fp8"]}, r"\['fp8'\]"),
-        ({"quant_method": "gptq", "bits": "4"}, r"expected integers as bits and group_size, .* found '4'"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": True}, "expected integers as bits and group_size"),
-        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format gptq or gptq_v2, found 'marlin'"),
-        ({"quant_method": "awq", "version": "gemv"}, "version gemm, found 'gemv'"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\]"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"\[128, 0\]"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "found 128"),
-        ({"quant_method": "compressed-tensors"}, "config_groups"),
-        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
-        (compressed(num_bits=[4], type="int"), "expected integers"),
-        (compressed(num_bits=4, type="int", group_size="32"), "expected integers"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 4}}}, "not valid"),
-        (compressed(strategy="block"), "block size of two positive integers, found None"),
-        (compressed(strategy="token"), "strategy .* found 'token'"),
-        (compressed(symmetric="no"), "true or false as symmetric, found 'no'"),
-        ({"quant_method": "gptq", "desc_act": 1}, "true or false as desc_act, found 1"),
-        ({"quant_method": "gptq", "dynamic": ["a"]}, r"expected an object of objects as dynamic, found \['a'\]"),
-        ({"quant_method": "gptq", "dynamic": {"a": 4}}, r"expected an object of objects as dynamic, found \{'a': 4\}"),
-        ({"quant_method": "gptq", "dynamic": {"-:(": {}}}, r"'\(' is not a regular expression: "),
-        ({"quant_method": "gptq", "dynamic": {"a": {"bits": "8"}}}, "expected integers as bits .* found '8'"),
-        ({"quant_method": "auto-round", "bits": 4}, "expected packing_format auto_round, .*auto_awq, found None"),
-        ({"quant_method": "auto-round", "packing_format": [4]}, r"expected packing_format .*, found \[4\]"),
-        (
-            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
-            "expected packing_format .*, found 'auto_round:llm_compressor'",
-        ),
-    ],
-)
-def test_methods_that_are_not_known_are_named(config, said):
-    with pytest.raises(MappingError, match=f"'a.weight'.* I8 .*quantization_config: .*{said}"):
-        quantization(config, {"a.weight": ((2, 2), "I8")})
-
-
-@pytest.mark.parametrize(
     ("config", "stored", "said"),
     [
         (FP8, {"a.weight": ((2, 2), "F8_E4M3")}, "'a.weight' is F8_E4M3: expected its scales 'a.weight_scale_inv'"),
@@ -240,46 +215,6 @@ def test_methods_that_are_not_known_are_named(config, said):
 def test_what_does_not_fit_is_named(config, stored, said):
     with pytest.raises(MappingError, match=said):
         quantization(config, stored)
-
-
-INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=32)
-PACKED = {"a.weight_packed": ((6, 8), "I32"), "a.weight_scale": ((6, 2), "BF16"), "a.weight_shape": ((2,), "I64")}
-NVFP4 = {
-    "a.weight": ((6, 16), "U8"),
-    "a.weight_scale": ((6, 2), "F8_E4M3"),
-    "a.weight_scale_2": ((), "F32"),
-}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-GPTQ_STORED = {
-    "a.qweight": ((8, 16), "I32"),
-    "a.qzeros": ((2, 2), "I32"),
-    "a.scales": ((2, 16), "F16"),
-    "a.g_idx": ((64,), "I32"),
-}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
-AWQ_STORED = {"a.qweight": ((64, 2), "I32"), "a.qzeros": ((2, 2), "I32"), "a.scales": ((2, 16), "F16")}
-MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4}
-MLX_STORED = {"a.weight": ((6, 16), "U32"), "a.scales": ((6, 2), "BF16"), "a.biases": ((6, 2), "BF16")}
-MLX_FP4 = MLX | {"group_size": 32, "mode": "mxfp4"}
-MLX_FP4_STORED = {"a.weight": ((6, 16), "U32"), "a.scales": ((6, 4), "U8")}
-BNB = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-INT8 = {"a.weight": ((6, 8), "I8"), "a.SCB": ((6,), "F32"), "a.weight_format": ((), "U8")}
-W8A8 = compressed(type="int", symmetric=False)
-W8A8_STORED = {
-    "a.weight": ((6, 8), "I8"),
-    "a.weight_scale": ((6, 1), "BF16"),
-    "a.weight_zero_point": ((6, 1), "I8"),
-}
-FUSED = {
-    "e.up": ((3, 16, 24), "U8"),
-    "e.up_weight_scale": ((3, 2, 24), "F8_E4M3"),
-    "e.up_weight_scale_2": ((3,), "F32"),
-}
-BY_MODULE = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"a$": {"bits": 8}, "a": {"bits": 4}}}
-AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
-AUTO_STORED = {name: facts for name, facts in GPTQ_STORED.items() if name != "a.g_idx"}
-SHARDED = FP8 | {"activation_scheme": "dynamic"}
 
 
 @pytest.mark.parametrize(
@@ -495,129 +430,6 @@ def test_what_does_not_fit_a_packed_format_is_named(config, stored, changed, sai
         quantization(config, found)
 
 
-E4M3, EXPERTS = (6, 16), (3, 16, 32)
-OF_NO_METHOD = {"group_size": 64, "bits": 4}
-HQQ = {"quant_method": "hqq"}
-
-
-@pytest.mark.parametrize(
-    ("config", "codes", "beside", "others"),
-    [
-        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.weight_rescale", (), "F32"), {"scaled_fp8": ((0,), "F8_E4M3")}),
-        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.wscale", (6,), "BF16"), {"a.bias": ((6,), "BF16")}),
-        (None, ("a.weight", E4M3, "F8_E4M3"), ("a.s", (6, 1), "U8"), {}),
-        (FP8, ("a.weight", E4M3, "F8_E4M3"), ("a.weight.scale", (), "F32"), {}),
-        (None, ("a.weight", E4M3, "F8_E5M2"), ("a.amax", (1,), "F32"), {}),
-        (None, ("a_weight", E4M3, "F8_E4M3FNUZ"), ("a_descale", (), "F32"), {}),
-        (OF_NO_METHOD, ("a.weight", (6, 8), "U32"), ("a.scales", (6, 1), "BF16"), {"a.biases": ((6, 1), "BF16")}),
-        (None, ("experts.up", EXPERTS, "F8_E4M3"), ("experts.up_wscale", (), "F32"), {}),
-        (MODELOPT, ("experts.up", EXPERTS, "U8"), ("experts.up_qscale", (3, 2, 32), "F32"), {}),
-        (MODELOPT, ("a.weight", (6, 16), "U8"), ("a.smooth_scale", (32,), "BF16"), NVFP4),
-        (None, ("a.weight", (6, 16), "U8"), ("a.s", (32,), "BF16"), NVFP4),
-        (INT4, ("a.weight_packed", (6, 8), "I32"), ("a.zeros", (6, 2), "I32"), PACKED),
-        (None, ("a.W_q", (6, 8), "U8"), ("a.scale", (6, 1), "F16"), {"a.zero": ((6, 1), "F16")}),
-        (HQQ, ("a.W_q", (6, 8), "U8"), ("a.scale", (6, 1), "F16"), {"a.zero": ((6, 1), "F16")}),
-        (None, ("a.weight._data", (6, 8), "I8"), ("a.weight._scale", (6, 1), "F16"), {}),
-        (
-            None,
-            ("a.codes", (6, 8, 2), "I16"),
-            ("a.scales", (6, 1, 1, 1), "F16"),
-            {"a.codebooks": ((2, 9, 1, 8), "F16")},
-        ),
-        (None, ("a.packed", (64, 32), "U8"), ("a.d", (64, 2), "F32"), {"a.dmin": ((64, 2), "F32")}),
-        (None, ("a.data", (64, 32), "U8"), ("a.d", (64, 2), "F32"), {"a.m": ((64, 2), "F32")}),
-        (None, ("a.words", (8, 64), "U32"), ("a.d", (2, 64), "F16"), {}),
-        (None, ("a.q", (64, 32), "I8"), ("a.scale", (64,), "F16"), {}),
-        (None, ("a.qdata", (64, 32), "U8"), ("a_scales", (64, 2), "F32"), {}),
-        (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("l.0.q_proj_weight_scale", (), "F32"), {}),
-        (None, ("l.0.q_proj.weight", E4M3, "F8_E4M3"), ("scales.l.0.q_proj", (1,), "F32"), {}),
-        (None, ("a.weight", (6, 16), "I8"), ("scales.a", (6,), "F32"), {}),
-        (
-            None,
-            ("l.0.q_proj.weight", E4M3, "F8_E4M3"),
-            ("l.0.qkv_scale", (2,), "F32"),
-            {"l.0.k_proj.weight": (E4M3, "F8_E4M3")},
-        ),
-        (None, ("a.w1.weight", E4M3, "F8_E4M3"), ("a.w13_weight_scale", (), "F32"), {"a.w3.weight": (E4M3, "F8_E4M3")}),
-    ],
-)
-def test_codes_beside_what_no_format_has_are_named_with_it(config, codes, beside, others):
-    name, shape, dtype = codes
-    stored = others | {name: (shape, dtype), beside[0]: beside[1:], "norm.weight": ((6,), "BF16")}
-    said = rf"{name!r} \({dtype}, .* and {beside[0]!r} \({beside[2]}, .* found neither"
-    with pytest.raises(MappingError, match=said):
-        quantization(config, stored)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "dtype"),
-    [("a.B", (6, 8), "I32"), ("a.Qidxs", (6, 8), "I16"), ("a.trellis", (6, 8, 32), "I16"), ("a.q", (1, 2), "F4")],
-)
-def test_no_codes_of_an_unknown_method_are_plain(name, shape, dtype):
-    said = rf"{name!r}.*{dtype}.*expected quant_method .* found 'marlin'"
-    with pytest.raises(MappingError, match=said):
-        quantization({"quant_method": "marlin"}, {name: (shape, dtype), "a.s": ((6, 8), "F16")})
-
-
-PLAIN = {
-    "vision.class_embedding": ((8,), "F32"),
-    "vision.position_ids": ((1, 5), "I64"),
-    "text.position_ids": ((1, 5), "I32"),
-    "text.position_scale": ((), "F32"),
-    "attn.bias": ((1, 1, 5, 5), "U8"),
-    "attn.masked_bias": ((), "F32"),
-    "attn.mask": ((5, 5), "U8"),
-    "attn.logit_scale": ((5, 1, 1), "F32"),
-    "attn.relative_position_index": ((5, 5), "I64"),
-    "norm.num_batches_tracked": ((), "I64"),
-    "norm.weight": ((5,), "F32"),
-    "norm.running_mean": ((5,), "F32"),
-    "router.weight": ((5, 5), "BF16"),
-    "router.per_expert_scale": ((5,), "BF16"),
-    "layers.0.layer_scalar": ((1,), "BF16"),
-    "tokens.table": ((5, 2), "I32"),
-    "tokens.weight": ((5, 1), "F32"),
-    "allowed": ((5, 5), "BOOL"),
-    "empty.weight": ((0, 4), "F8_E4M3"),
-}
-
-
-@pytest.mark.parametrize(
-    "config", [None, FP8, INT4, GPTQ, BNB, HQQ, {}, [], {"quant_method": "awq", "bits": "4"}], ids=str
-)
-def test_plain_tensors_stay_plain_whatever_the_config_says(config):
-    found = quantization(config, PLAIN)
-    assert (dict(found.tensors), found.unused) == ({}, frozenset())
-    assert bool(found.fault) == (config not in (None, FP8, INT4, GPTQ, BNB))
-
-
-LINEAR = {"weight": (E4M3, "F8_E4M3"), "bias": ((6,), "BF16")}
-
-
-def test_plain_fp8_has_no_scales():
-    stored = {"a.weight": (E4M3, "F8_E4M3"), "a.bias": ((6,), "BF16"), "a.norm.weight": ((6,), "F32")}
-    stored |= {"lstm.weight_hh_l0": (E4M3, "F8_E4M3"), "lstm.bias_hh_l0": ((6,), "BF16")}
-    stored |= dict.fromkeys(("logit_scale", "layers.0.layer_scale", "experts.10.router_scale"), ((6,), "BF16"))
-    modules = ("layers.0.q", "upscale", *(f"experts.{number}.up" for number in range(11)))
-    stored |= {f"{module}.{name}": facts for module in modules for name, facts in LINEAR.items()}
-    stored |= {"flow.translate": ((2, 1), "F8_E4M3"), "flow.log_scale": ((2, 1), "F8_E4M3")}
-    assert not quantization(None, stored).tensors
-
-
-ASYMMETRIC = compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)
-PERMUTED = compressed(num_bits=4, type="int", strategy="group", group_size=32, actorder="group")
-TWO = {
-    **ASYMMETRIC,
-    "config_groups": {n: each["config_groups"]["group_0"] for n, each in zip("ab", (ASYMMETRIC, INT4), strict=True)},
-}
-MX4 = {"a.weight_packed": ((6, 32), "U8"), "a.weight_scale": ((6, 2), "U8")}
-DEEPSEEK = {"a.w1.weight": ((6, 16), "I8"), "a.w1.scale": ((6, 1), "F8_E8M0"), "b.weight": ((6, 16), "I8")}
-
-
-def fp8(scales, dtype="F32"):
-    return {"a.weight": ((256, 256), "F8_E4M3"), "a.weight_scale": (scales, dtype)}
-
-
 @pytest.mark.parametrize(
     ("rows", "scales", "shape"),
     [(544, 6, (2, 272, 144)), (512, 4, (512, 144)), (27136, 216, (8, 3392, 144)), (14848, 116, (14848, 144))],
@@ -629,80 +441,3 @@ def test_blocks_begin_anew_in_each_shard_of_rows(rows, scales, shape):
     tensor = quantization(SHARDED, stored).tensors[name]
     assert tensor.encoding == scaled(shape, 8, "F8_E4M3", F32, (128, 128))
     assert tensor.view(np.dtype(np.float32)).shape == (rows, 144)
-
-
-@pytest.mark.parametrize(
-    ("config", "stored", "said"),
-    [
-        (
-            ASYMMETRIC,
-            PACKED,
-            "'a.weight_packed': expected 'a.weight_zero_point', .*asymmetric.* no such tensor",
-        ),
-        (PERMUTED, PACKED, "'a.weight_packed': expected 'a.weight_g_idx', .*permuted.* no such tensor"),
-        (
-            GPTQ,
-            {name: facts for name, facts in GPTQ_STORED.items() if name != "a.g_idx"},
-            "'a.qweight': expected 'a.g_idx', .*permuted.* no such tensor",
-        ),
-        (GPTQ | {"group_size": -1}, GPTQ_STORED, r"'a.scales': expected shape \(64 / 64, 16\) .* found \(2, 16\)"),
-        (FP8, fp8(()), r"'a.weight_scale': expected \(2, 2\) for blocks of 128 x 128 .* found shape \(\)"),
-        (FP8, fp8((256, 1)), r"expected \(2, 2\) for blocks of 128 x 128 .* found shape \(256, 1\)"),
-        (compressed(strategy="tensor"), fp8((256, 1)), r"expected .*\(1,\).* for the tensor .* found shape \(256, 1\)"),
-        (compressed(symmetric=False), fp8((256, 1)), "'a.weight': expected another format, .*asymmetric.*, found fp8"),
-        (compressed(), fp8((1,)), r"expected \(256, 1\) .* for rows .* found shape \(1,\)"),
-        (
-            compressed(strategy="group", group_size=64),
-            fp8((256, 8), "U8"),
-            r"expected \(256, 4\) for groups of 64 .* \(256, 8\)",
-        ),
-        ({"quant_method": "mxfp8"}, fp8((256, 16), "U8"), r"expected \(256, 8\) for blocks of 1 x 32 .* \(256, 16\)"),
-        (None, fp8((256, 16), "F8_E8M0"), r"expected .*\(256, 8\) for groups of 32 .* found shape \(256, 16\)"),
-        (MODELOPT | {"quant_algo": "FP8"}, fp8((256,)), r"expected .* for the tensor .* found shape \(256,\)"),
-        (MODELOPT | {"group_size": 32}, NVFP4, "'a.weight': expected groups of 32, .* found NVFP4, .* groups of 16"),
-        (
-            compressed(num_bits=4, strategy="group", group_size=16),
-            MX4,
-            "'a.weight_packed': expected groups of 16, .* found MXFP4, which has groups of 32",
-        ),
-        (FP8, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
-        (None, DEEPSEEK, "'b.weight' is I8: expected .* its scales, found no such tensor"),
-        (None, fp8(()) | {"b.weight": (E4M3, "F8_E4M3")}, "'b.weight' is F8_E4M3: expected its scales"),
-        (
-            compressed(),
-            {"a.compressed": ((9,), "BF16"), "a.bitmask": ((6, 8), "U8")},
-            "'a.bitmask' is U8: expected plain",
-        ),
-        (None, {"a.weight_packed": ((6, 8), "I32")}, "'a.weight_packed' is I32: expected its scales"),
-    ],
-)
-def test_files_that_contradict_their_config_are_named(config, stored, said):
-    with pytest.raises(MappingError, match=said):
-        quantization(config, stored)
-
-
-@pytest.mark.parametrize("scales", [(6, 0), (0,), (6, 1000), (0, 0)], ids=str)
-def test_scales_that_no_group_can_have(scales):
-    stored = PACKED | {"a.weight_scale": (scales, "BF16")}
-    with pytest.raises(MappingError, match=r"'a.weight_scale': expected .*\(6,\) for rows"):
-        quantization(None, stored, lambda name: np.array([6, 64]).tobytes())
-
-
-@pytest.mark.parametrize(
-    ("config", "stored"),
-    [
-        (TWO, PACKED),  # each of the groups of a config may be meant
-        (TWO, PACKED | {"a.weight_zero_point": ((1, 2), "I32")}),
-        (INT4, PACKED | {"a.weight_zero_point": ((1, 2), "I32")}),
-        (FP8, {"a.weight": ((100, 100), "F8_E4M3"), "a.weight_scale": ((), "F32")}),
-        (GPTQ | {"desc_act": False}, {name: facts for name, facts in GPTQ_STORED.items() if name != "a.g_idx"}),
-        (MODELOPT | {"group_size": 16}, NVFP4),
-        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, fp8((256,))),
-        (compressed(num_bits=4, strategy="group", group_size=32), MX4),
-        (INT4, PACKED | {"a.input_zero_point": ((1,), "I8"), "attn.k_cache_scale": ((), "F32")}),
-        (None, fp8(()) | {"a.layer_norm_weight": ((256,), "BF16"), "a._extra_state": ((9,), "U8")}),
-        (None, fp8(()) | {"a.A_log": ((16,), "BF16"), "a.D": ((16,), "F32"), "a.inv_freq": ((16,), "F32")}),
-    ],
-)
-def test_files_that_their_config_allows_are_decoded(config, stored):
-    assert quantization(config, stored).tensors.keys() == {"a.weight"}
