@@ -15,6 +15,7 @@ from orbax_safetensors.devices.assembly import can_assemble
 from orbax_safetensors.devices.program import Recipe
 from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.code_box import Decoding
 from orbax_safetensors.geometry.move import move_of
 from orbax_safetensors.geometry.strided import Copy, keeps_order, row_major, source_runs
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
@@ -34,6 +35,8 @@ _BATCHES = 16
 _PARTS = 4
 # For batches that begin in their pages as the bytes do in files.
 _PAGES = 16
+# Devices may hold what they decode once more, before it is in its place.
+_MOST_DECODED_BYTES = 512 * 2**20
 # What no leaf is cut below: programs on devices and requests for short parts would take longer than the bytes.
 _LEAST_CUT_BYTES = 16 * 2**20
 
@@ -143,16 +146,26 @@ def _parts(checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[
     for number, target, way in zip(numbers, leaving, ways, strict=True):
         whole = packed_parts(checkpoint, number, target) if way.on_device else None
         whole = whole or [_whole(number, target)]
-        if max([part.nbytes for part in whole]) <= max(most, _LEAST_CUT_BYTES) or not can_assemble(
-            target.sharding, target.shape, target.dtype
-        ):
+        is_short = not any(_is_long(part, most) for part in whole)
+        if is_short or not can_assemble(target.sharding, target.shape, target.dtype):
             parts += whole
             continue
         limit = max(most // _PARTS, _LEAST_CUT_BYTES) * target.local_nbytes // _nbytes(whole)
+        limit = min(limit, _MOST_DECODED_BYTES * len(target.local_boxes()))
         for cut in _cuts(target, limit):
             packed = packed_parts(checkpoint, number, target, cut) if way.on_device else None
             parts += packed or [_cut(number, target, cut)]
     return parts
+
+
+def _is_long(part: LeafPart, most: int) -> bool:
+    """Return whether a part needs too much memory, of the host or of devices."""
+    if part.nbytes > max(most, _LEAST_CUT_BYTES):
+        return True
+    recipe = part.recipe
+    if recipe is None or recipe.move.fills or not isinstance(recipe.source, Decoding):
+        return False
+    return prod(recipe.move.box) * recipe.dtype.itemsize > _MOST_DECODED_BYTES
 
 
 def _cuts(target: Target, nbytes: int) -> Iterator[Box]:

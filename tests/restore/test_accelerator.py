@@ -21,7 +21,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.devices import arrays, staging
 from orbax_safetensors.devices.sharding import local_boxes
 from orbax_safetensors.devices.staging import Kind
-from orbax_safetensors.mapping import Family, tensor
+from orbax_safetensors.mapping import Family, stack, tensor
 from orbax_safetensors.restore import batches, pipeline
 from orbax_safetensors.storage import memory
 from orbax_safetensors.storage.memory import PAGE_BYTES
@@ -363,3 +363,37 @@ def test_memory_has_room_for_the_longest_leaf_or_for_as_much_as_may_be(tmp_path,
         assert_same_bits(restored[name], array)
     ((_, _, nbytes),) = asked
     assert nbytes <= min(staging._MOST_BYTES[kind], 700_000) + 16 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("spec", [P(), P("y"), P(None, None, None, "x")], ids=str)
+def test_devices_decode_a_long_tensor_in_parts(tmp_path, mesh, monkeypatch, spec):
+    monkeypatch.setattr(batches, "_MOST_DECODED_BYTES", 8192)
+    rng = np.random.default_rng(3)
+    experts, outputs, inputs = 8, 32, 64
+    names = [f"layers.{layer}.up" for layer in range(2)]
+    stored = {f"{name}_blocks": rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8) for name in names}
+    stored |= {f"{name}_scales": rng.integers(120, 130, (experts, outputs, inputs // 32), np.uint8) for name in names}
+    write(tmp_path / "model.safetensors", stored)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+
+    def leaves(config):
+        return {"up": stack([tensor(name, (experts, inputs, outputs)) for name in names], axis=1)}
+
+    family = Family("stacked", (), leaves)
+    sharding = NamedSharding(mesh, spec)
+    expected = ost.load(tmp_path, sharding, family=family)["up"]
+    made, real = [], batches.packed_parts
+
+    def packed_parts(*args):
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(batches, "packed_parts", packed_parts)
+    with accelerator("random"):
+        restored = ost.load(tmp_path, sharding, family=family)["up"]
+    whole, *parts = made
+    assert len(whole) == 2
+    of_a_layer = math.prod(expected.sharding.shard_shape(expected.shape)) // 8192
+    assert len(parts) == (2 * of_a_layer if of_a_layer > 1 else 0)
+    assert all(len(part) == 1 for part in parts)
+    assert_same_bits(restored, np.asarray(expected))
