@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Op, Ops, Scale
 from orbax_safetensors.geometry.pieces import Cut, Piece, PieceIndex, cut
+from orbax_safetensors.geometry.reshape import boxes_of_range, dimension_groups, ranges_of_box
 from orbax_safetensors.geometry.strided import (
     Copy,
     Modes,
@@ -127,6 +127,25 @@ class View:
             view = view._slice_axis(axis, taken)
         return view
 
+    def __getitem__(self, index: Any) -> View:
+        """Return `view[index]` for slices and integers of the leading dimensions, as NumPy does."""
+        taken = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(at, builtins.slice | int) for at in taken):
+            raise MappingError(f"{self}: expected slices and integers as index, found {index!r:.80}")
+        slices = [at if isinstance(at, builtins.slice) else builtins.slice(at, at + 1 or None) for at in taken]
+        view = self.slice(*slices)
+        removed = [axis for axis, at in enumerate(taken) if isinstance(at, int)]
+        if any(view.shape[axis] != 1 for axis in removed):
+            raise IndexError(f"{self}: {index!r} is out of range")
+        return _squeezed(view, removed) if removed else view
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Apply a function of NumPy, so that code for arrays takes views; TypeError if it is not in `_OF_NUMPY`."""
+        operation = _OF_NUMPY.get(function)
+        return NotImplemented if operation is None else operation(*args, **kwargs)
+
     def _slice_axis(self, axis: int, taken: builtins.slice) -> View:
         start, stop, step = taken.indices(self.shape[axis])
         if step < 1:
@@ -156,7 +175,7 @@ class View:
         """
         shape = self._complete(tuple(shape))
         pieces = self.pieces
-        for old, new in _groups(self.shape, shape):
+        for old, new in dimension_groups(self.shape, shape):
             before, after = old.start, len(shape) - new.stop
             regrouped = []
             for piece in pieces:
@@ -191,11 +210,11 @@ class View:
         `old` and `new` have the same number of elements.
         """
         dims = piece.dims[axis : axis + len(old)]
-        for first, offset, modes in _rows(piece.start[axis : axis + len(old)], dims, old):
+        for first, offset, modes in ranges_of_box(piece.start[axis : axis + len(old)], dims, old):
             todo = [(first, offset, modes)]
             while todo:
                 first, offset, modes = todo.pop()
-                boxes = list(_boxes(first, first + extent(modes), new))
+                boxes = list(boxes_of_range(first, first + extent(modes), new))
                 if len(boxes) == 1:
                     ((start, box_shape),) = boxes
                     parts = split(modes, box_shape)
@@ -323,6 +342,27 @@ class View:
         return f"view {self.shape} of [{shown}]"
 
 
+def _squeezed(view: View, axis: int | Sequence[int] | None = None) -> View:
+    """Return the view without the dimensions `axis`, which have size 1; without `axis`, without all that do."""
+    rank = len(view.shape)
+    if axis is None:
+        axis = [at for at, size in enumerate(view.shape) if size == 1]
+    removed = {_check_axis(view, at, rank) for at in ([axis] if isinstance(axis, int) else axis)}
+    if any(view.shape[at] != 1 for at in removed):
+        raise MappingError(f"{view}: dimensions {sorted(removed)} are not all of size 1")
+    return view.reshape([size for at, size in enumerate(view.shape) if at not in removed])
+
+
+# What views have of NumPy's functions.
+_OF_NUMPY: dict[Callable[..., Any], Callable[..., View]] = {
+    np.transpose: View.transpose,
+    np.reshape: View.reshape,
+    np.squeeze: _squeezed,
+    np.stack: View.stack,
+    np.concatenate: View.concatenate,
+}
+
+
 @lru_cache
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Modes, ...] | None]:
     """Return where a row-major tensor begins, and its dimensions; None if it has no elements."""
@@ -363,70 +403,6 @@ def _check_axis(view: View, axis: int, rank: int) -> int:
     if not -rank <= axis < rank:
         raise MappingError(f"{view}: axis {axis} is out of range")
     return axis % rank
-
-
-def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """Return the shortest runs of old and new dimensions that hold the same number of elements, innermost first.
-
-    Both shapes hold the same number of elements. With the innermost group first, the dimensions before a group still
-    have their old positions when `reshape` replaces the group.
-    """
-    if prod(old) == 0:
-        return [(slice(0, len(old)), slice(0, len(new)))]
-    groups = []
-    old_end, new_end = len(old), len(new)
-    while old_end or new_end:
-        old_begin, new_begin = max(old_end - 1, 0), max(new_end - 1, 0)
-        while (a := prod(old[old_begin:old_end])) != (b := prod(new[new_begin:new_end])):
-            if a < b:
-                old_begin -= 1
-            else:
-                new_begin -= 1
-        groups.append((slice(old_begin, old_end), slice(new_begin, new_end)))
-        old_end, new_end = old_begin, new_begin
-    return groups
-
-
-def _rows(start: tuple[int, ...], dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int, Modes]]:
-    """Yield a box of `shape` as ranges of the flattened `shape`: `(first position, offset, modes)` for each.
-
-    The box is one range if it covers from end to end all dimensions after the first in which it has several positions.
-    """
-    strides = row_major(shape)
-    inner = len(shape)
-    while inner and extent(dims[inner - 1]) == shape[inner - 1]:
-        inner -= 1
-    inner = max(inner - 1, 0)
-    modes = merged([mode for dim in dims[inner:] for mode in dim])
-    first = sum(at * stride for at, stride in zip(start, strides, strict=True))
-    for index in product(*(range(extent(dim)) for dim in dims[:inner])):
-        flat, offset = first, 0
-        for at, dim, stride in zip(index, dims[:inner], strides, strict=False):
-            ((_, step, _),) = subrange(dim, at, at + 1)
-            flat, offset = flat + at * stride, offset + step
-        yield flat, offset, modes
-
-
-def _boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield positions `[first, last)` of the flattened `shape` as boxes, in order: `(start, shape)` for each."""
-    if not shape:
-        yield (), ()
-        return
-    inner = prod(shape[1:])
-    head, tail = first // inner, (last - 1) // inner
-    if head == tail:
-        for start, box in _boxes(first - head * inner, last - head * inner, shape[1:]):
-            yield (head, *start), (1, *box)
-        return
-    if first % inner:
-        for start, box in _boxes(first % inner, inner, shape[1:]):
-            yield (head, *start), (1, *box)
-        head += 1
-    if head < last // inner:
-        yield (head, *(0 for _ in shape[1:])), (last // inner - head, *shape[1:])
-    if last % inner:
-        for start, box in _boxes(0, last % inner, shape[1:]):
-            yield (tail, *start), (1, *box)
 
 
 def by_tensors(tensors: Sequence[Sequence[str]]) -> list[list[int]]:

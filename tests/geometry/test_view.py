@@ -123,3 +123,53 @@ def test_what_numpy_cannot_do_is_refused(build, message):
 def test_row_major_strides():
     assert row_major((2, 3, 4)) == (12, 4, 1)
     assert row_major(()) == ()
+
+
+def arrays():
+    """A view and the array that it stands for."""
+    return View.tensor("a", (4, 1, 6), F4), np.arange(24, dtype=np.int32).reshape(4, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        np.transpose,
+        lambda x: np.transpose(x, axes=(0, 2, 1)),
+        lambda x: np.reshape(np.transpose(x), [6, 2, -1]),
+        np.squeeze,
+        lambda x: np.squeeze(x, axis=1),
+        lambda x: np.squeeze(x[:1, :, :1], axis=(0, -1)),
+        lambda x: np.stack([x[0], x[3]], axis=1),
+        lambda x: np.concatenate([x[2:], x[:2]], axis=-1),
+        lambda x: x[:, 0],
+        lambda x: x[-1],
+        lambda x: x[-2, :, 1::2],
+        lambda x: x[1:3][1, 0, 5],
+    ],
+)
+def test_functions_of_numpy_take_views(function):
+    view, array = arrays()
+    expected = function(array)
+    result = function(view)
+    assert isinstance(result, View)
+    assert result.shape == expected.shape
+    out = np.full(result.shape, -1, np.int32)
+    run(result.copies(tuple((0, size) for size in result.shape), result.shape), {"a": array}, out)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_functions_and_indexes_that_views_lack_are_errors():
+    view, array = arrays()
+    for function in (np.flip, np.sum, lambda x: np.reshape(x, (24,), order="F")):
+        with pytest.raises(TypeError):
+            function(view)
+    for index in (4, (0, 1), (-5,)):
+        for either in (view, array):
+            with pytest.raises(IndexError):
+                either[index]
+    for index in (None, ..., [0, 1], np.array([True] * 4)):
+        with pytest.raises(MappingError, match="expected slices and integers"):
+            view[index]
+    with pytest.raises(MappingError, match="not all of size 1"):
+        np.squeeze(view, axis=0)
+    assert [row.shape for row in view] == [row.shape for row in array]
