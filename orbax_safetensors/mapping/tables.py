@@ -1,4 +1,4 @@
-"""`from_table`: a family of the table of a loader, as Tunix, Bonsai and jax-llm-examples have it.
+"""`from_table`: a family of the table of a loader, as Tunix, Bonsai, jax-llm-examples and sglang-jax have it.
 
 A table has a row for each kind of tensor: a regular expression for stored names, a template of the path in the tree,
 and what to do with the tensor. Names and shapes are those of the checkpoint. Nothing is known here of any model.
@@ -18,7 +18,8 @@ from typing import Any
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.family import Family, Tree, checked_patterns, stored_shapes, tensor
+from orbax_safetensors.mapping.family import Family, Shapes, Tree, checked_patterns, stored_shapes, tensor
+from orbax_safetensors.mapping.weight_mappings import is_weight_mapping, mapped
 
 Step = Callable[[View], View]
 _NUMBERS = re.compile(r"(\d+)")
@@ -41,10 +42,14 @@ def from_table(
     - None: the tensor as it is stored;
     - `(permute, reshape)`, or the other way round, applied in that order: axes, sizes with at most one -1, or None;
     - `(permute, reshape, reshape_first)`;
-    - a function from a `View` to a `View`.
+    - a function from a `View` to a `View`, which may also call NumPy's `transpose`, `reshape`, `squeeze`, `stack` and
+      `concatenate` and take slices.
 
     A list of `(path, transform)` makes several leaves of each tensor, such as an embedding and a tied head, or its
     slices, in any order. A save leaves out a leaf if others have all that it is made of: whole tensors come first.
+
+    A row `{name: WeightMapping}` of sglang-jax is for the tensor of that name, in which each `*` is any text, or for
+    the experts that it names. Its padding and sharding are not used: these are the target's.
 
     Args:
       stack: a table from paths to paths. The leaves whose paths become one path are stacked in front, by the number in
@@ -62,11 +67,20 @@ def from_table(
       MappingError: a row does not have a path.
     """
     rows = _rows("table", table)
+    mappings = {name: row for name, row in table.items() if is_weight_mapping(row)}
     stacks = _rows("stack", stack or {})
     patterns = Tree({}, unused=unused).unused
 
     def tree(config: Mapping[str, Any]) -> Tree:
-        leaves, shared = _from_rows(rows, [re.compile(pattern) for pattern in patterns])
+        skipped = [re.compile(pattern) for pattern in patterns]
+        stored = {
+            name: shape
+            for name, shape in stored_shapes().items()
+            if not any(pattern.fullmatch(name) for pattern in skipped)
+        }
+        leaves, shared = _from_rows(rows, stored)
+        for path, view, name in mapped(mappings, stored):
+            _add(leaves, path, _TableLeaf(view, len(rows) + len(leaves), name))
         for row in stacks:
             leaves = _stacked(row, leaves)
         return Tree({path: leaf.view for path, leaf in leaves.items()}, unused=patterns, shared=shared)
@@ -115,6 +129,8 @@ def _rows(what: str, table: Mapping[Any, Any]) -> list[_Row]:
         raise MappingError(f"{what}: expected a dict of paths by regular expression, found {table!r:.80}")
     rows: list[_Row] = []
     for pattern, value in table.items():
+        if is_weight_mapping(value):
+            continue
         (checked,) = checked_patterns(what, [pattern])
         compiled = re.compile(checked)
         several = what == "table" and isinstance(value, list) and all(isinstance(one, tuple) for one in value)
@@ -170,26 +186,27 @@ class _TableLeaf:
     source: str
 
 
-def _from_rows(rows: Sequence[_Row], unused: Sequence[re.Pattern[str]]) -> tuple[dict[str, _TableLeaf], set[str]]:
+def _from_rows(rows: Sequence[_Row], stored: Shapes) -> tuple[dict[str, _TableLeaf], set[str]]:
     """Return the leaves that the rows make of the stored tensors, by path, and the tensors that make several."""
     leaves: dict[str, _TableLeaf] = {}
     shared: set[str] = set()
-    for name, shape in stored_shapes().items():
+    for name, shape in stored.items():
         matches = [row for row in rows if row.pattern.match(name)]
-        if not matches or any(pattern.fullmatch(name) for pattern in unused):
-            continue
         if len(patterns := list(dict.fromkeys(row.pattern.pattern for row in matches))) > 1:
             raise MappingError(f"several rows of the table are for {name!r}: {some(patterns, repr)}")
         if len(matches) > 1:
             shared.add(name)
         for row in matches:
-            path = row.path(name)
-            if path in leaves:
-                raise MappingError(
-                    f"{path!r} has two tensors, {leaves[path].source!r} and {name!r}; `stack` makes one leaf"
-                )
-            leaves[path] = _TableLeaf(row.apply(tensor(name, shape)), row.number, name)
+            _add(leaves, row.path(name), _TableLeaf(row.apply(tensor(name, shape)), row.number, name))
     return leaves, shared
+
+
+def _add(leaves: dict[str, _TableLeaf], path: str, leaf: _TableLeaf) -> None:
+    if path in leaves:
+        raise MappingError(
+            f"{path!r} has two tensors, {leaves[path].source!r} and {leaf.source!r}; `stack` makes one leaf"
+        )
+    leaves[path] = leaf
 
 
 def _stacked(row: _Row, leaves: Mapping[str, _TableLeaf]) -> dict[str, _TableLeaf]:

@@ -2,8 +2,10 @@
 
 import json
 import re
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -446,3 +448,121 @@ def test_quantised_tensors(dequantize, tmp_path):
         same(restored["up"]["qvalue"], in_tree(stored)["layers"]["up"])
     else:
         same(restored["up"], expected["up"])
+
+
+@dataclass
+class WeightMapping:
+    """A row as sglang-jax has it."""
+
+    target_path: str | list[str]
+    sharding: tuple[Any, ...] | None = None
+    transpose: bool = False
+    transpose_axes: tuple[int, ...] | None = None
+    reshape: tuple[int, ...] | None = None
+    repeat: tuple[int, int] | None = None
+    head_dim_padding: bool = False
+    kv_head_padding: bool = False
+    physical_to_logical_map: Any = None
+
+
+def weight_mappings():
+    """A table for `SHAPES`, and one row for a layer that the model does not have."""
+    table = {
+        "model.embed_tokens.weight": WeightMapping("embed.embedding", ("tensor", None)),
+        "model.norm.weight": WeightMapping("norm.scale", (None,)),
+        "model.patches.weight": WeightMapping("patches.kernel", transpose_axes=(2, 3, 1, 0)),
+        "model.layers.*.self_attn.q_proj.bias": WeightMapping("layers.*.q.bias", transpose=True, reshape=(HEADS, HEAD)),
+        "model.layers.*.self_attn.k_proj.weight": WeightMapping("layers.*.k.weight", transpose=True),
+    }
+    for i in range(LAYERS + 1):
+        for part in "qv":
+            table[f"model.layers.{i}.self_attn.{part}_proj.weight"] = WeightMapping(
+                f"layers.{i}.{part}.weight", (None, "tensor"), transpose=True, kv_head_padding=part == "v"
+            )
+        for part, path in (("gate", f"layers.{i}.moe.wi_0"), ("up", f"layers.{i}.moe.wi_1")):
+            experts = [f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(EXPERTS)]
+            table[f"__MOE_EXPERTS__{path}"] = WeightMapping([path, *experts], transpose=True)
+    return table
+
+
+def test_the_weight_mappings_of_sglang_jax(model, tmp_path):
+    directory, stored = model
+    expected = {
+        "embed.embedding": stored["model.embed_tokens.weight"],
+        "norm.scale": stored["model.norm.weight"],
+        "patches.kernel": stored["model.patches.weight"].transpose(2, 3, 1, 0),
+    }
+    for i in range(LAYERS):
+        h = f"model.layers.{i}."
+        expected |= {f"layers.{i}.{part}.weight": stored[f"{h}self_attn.{part}_proj.weight"].T for part in "qkv"}
+        expected[f"layers.{i}.q.bias"] = stored[f"{h}self_attn.q_proj.bias"].reshape(HEADS, HEAD)
+        for part, path in (("gate", "wi_0"), ("up", "wi_1")):
+            experts = [stored[f"{h}mlp.experts.{e}.{part}_proj.weight"].T for e in range(EXPERTS)]
+            expected[f"layers.{i}.moe.{path}"] = np.stack(experts)
+    family = from_table(weight_mappings())
+    leaves = restored(directory, family)
+    assert_same_arrays(leaves, expected)
+    ost.save(tmp_path / "saved", ocp.tree.from_flat_dict(leaves, sep="."), family=family, like=directory)
+    assert_same_arrays(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+
+
+def test_weight_mappings_are_of_whole_names_and_other_rows_stand_beside_them():
+    stored = {
+        "a.1": (2, 3),
+        "a.10": (2, 3),
+        "a.1.b": (2, 3),
+        "old.a.1.b": (2,),
+        "qkv": (6, 3),
+        "e.0": (3,),
+        "e.1": (3,),
+    }
+    table = {
+        "a.1": WeightMapping("first"),
+        "a.10": WeightMapping("second", transpose=True),
+        "a.*.b": WeightMapping("third.*"),
+        "qkv": [("q", lambda w: w[:2].T), ("kv", lambda w: np.reshape(w[2:], (2, 2, 3)))],
+        "__MOE_EXPERTS__e": WeightMapping(["e", "e.0", "e.1"], transpose=True, physical_to_logical_map=[1, 0]),
+    }
+    arrays = {name: np.random.default_rng(0).random(shape) for name, shape in stored.items()}
+    tree = from_table(table).describe({}, {}, binder(arrays), stored)
+    shapes = {"first": (2, 3), "second": (3, 2), "third.1": (2, 3), "q": (3, 2), "kv": (2, 2, 3), "e": (2, 3)}
+    assert {path: view.shape for path, view in tree.items()} == shapes
+    assert tree["e"].tensors == ("e.1", "e.0")
+    skipping = from_table(table, unused=["a.*", "e.*"]).describe({}, {}, binder(arrays), stored)
+    assert set(skipping) == {"q", "kv"}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"a": WeightMapping(["q", "k"])}, "'a': .* are parts of one tensor"),
+        ({"a": WeightMapping("__FUSED_QKV_WEIGHT__0")}, "'a': .* is not a leaf"),
+        ({"d2t": WeightMapping("hot_token_ids")}, "'d2t': .* is not a leaf"),
+        ({"a": WeightMapping("b", repeat=(0, 2))}, "'a': a leaf that repeats its tensor"),
+        ({"__MOE_EXPERTS__e": WeightMapping(["e", "a", "z"])}, "1 of 2 are not stored: 'z'"),
+        ({"a": WeightMapping("b"), "d*": WeightMapping("b")}, "'b' has two tensors"),
+        ({"a": WeightMapping("b", reshape=(5,))}, "cannot be reshaped"),
+    ],
+)
+def test_weight_mappings_that_say_too_little_are_errors_of_the_tensors_they_are_for(table, message):
+    stored = {"a": (2, 3), "d2t": (2, 3)}
+    arrays = {name: np.ones(shape) for name, shape in stored.items()}
+    with pytest.raises(MappingError, match=message):
+        from_table(table).describe({}, {}, binder(arrays), stored)
+    assert from_table(table).describe({}, {}, binder({}), {"other": (2, 3)}) == {}
+
+
+def test_the_scales_of_a_quantised_table_are_not_leaves(tmp_path):
+    stored, _ = quantized(np.random.default_rng(0), *GRIDS["blocks"])
+    write(tmp_path / "model.safetensors", stored)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    table = {
+        name: WeightMapping(name.replace("weight_scale_inv", "weight_scale").replace("weight", "weight_q", 1))
+        for name in stored
+    }
+    shapes = {row.target_path: stored[name] for name, row in table.items()}
+    item = ocp.tree.from_flat_dict(
+        {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in shapes.items()}, sep="."
+    )
+    with pytest.raises(ost.SafetensorsError, match="scale"):
+        ost.load(tmp_path, item, family=from_table(table))
