@@ -123,9 +123,9 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
 
 def test_the_examples_of_tables(tmp_path, capsys):
     stored = examples.make_models(tmp_path)["llama"]
-    *blocks, with_tunix = examples.python(TABLES)
+    others = ("from tunix", "sgl_jax", "keras_hub")  # tests/interop runs them
+    blocks = [block for block in examples.python(TABLES) if not any(name in block for name in others)]
     assert len(blocks) == 8
-    assert "tunix" in with_tunix  # tests/interop/test_tunix.py runs it
     names = {}
     try:
         for block in blocks:

@@ -275,7 +275,7 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     config = tunix_model(case.kind, case.sizes).config
     model = import_tunix("tunix.models.qwen3.model")
     monkeypatch.setattr(model.ModelConfig, "qwen3_0p6b", lambda: config)
-    *_, block = examples.python(PAGE)
+    (block,) = (block for block in examples.python(PAGE) if "from tunix" in block)
     names = {"jax": jax, "ocp": ocp, "ost": ost, "from_table": from_table}
     exec(block.replace("/models/", f"{tmp_path}/"), names)
     leaves = nnx.to_pure_dict(nnx.state(names["qwen3"]))
