@@ -165,9 +165,11 @@ class _Pipeline:
         """Return the values of all targets."""
         try:
             with working(chain.from_iterable(iter(self._tasks.get, None)), threads, self._cancel):
-                for batch in batches:
-                    self._read(batch)
-                self._tasks.put(None)
+                try:
+                    for batch in batches:
+                        self._read(batch)
+                finally:
+                    self._tasks.put(None)
                 while self._reading:
                     self._hand_over()
             while self._sent:

@@ -11,7 +11,7 @@ import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from orbax_safetensors.devices import assembly, staging
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, pipeline
 from orbax_safetensors.storage import local, memory
+from orbax_safetensors.transfer import threads
 from tests.support import tiers
 from tests.support.accelerator import accelerator
 from tests.support.files import nothing_left, write
@@ -229,6 +230,24 @@ def test_an_interrupt_at_any_moment(work, stage, only_some):
         work.check(work.load())
 
 
+def test_an_interrupt_of_a_failure(work, monkeypatch):
+    """Threads that wait for batches end, though the interrupt comes before they are told to."""
+    side_by_side = assembly.side_by_side
+
+    def load():
+        monkeypatch.setattr(assembly, "side_by_side", at_call(3, side_by_side, OutOfMemory))
+        with suppress(jax.errors.JaxRuntimeError):
+            work.load()
+
+    with accelerator(pinned=True), recorded() as moments:
+        load()
+    chosen = [moment for moment in moments if moment.file == threads.__file__ or moment.stack[1:2] == ("working",)]
+    assert any("working.<locals>.fail" in moment.stack for moment in chosen)
+    for moment in chosen:
+        with work.leaving_nothing(), interrupted(moment), suppress(KeyboardInterrupt):
+            load()
+
+
 def test_an_interrupt_while_programs_are_compiled(work, monkeypatch):
     """The restore waits for what the compiler has begun, and compiles nothing else."""
     begun, may_end, compiled = threading.Event(), threading.Event(), []
@@ -348,7 +367,7 @@ def test_many_restores_grow_nothing(work, monkeypatch, number):
             gc.collect()
             before = counts()
     gc.collect()
-    threads, mappings, files, live, programs = counts()
-    assert (threads, files, live, programs) == (before[0], *before[2:])
+    running, mappings, files, live, programs = counts()
+    assert (running, files, live, programs) == (before[0], *before[2:])
     assert mappings <= before[1] + 10
     assert assembly._compiled.cache_info().maxsize is not None
