@@ -23,6 +23,7 @@ MODELOPT = {
     "quantization": {"quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]},
 }
 GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "group_size": 32, "sym": False}
 
 
 def in_words(codes, axis):
@@ -50,13 +51,17 @@ def blocks(rng):
     return {"weight": codes, "weight_scale": scale, "input_scale": np.float32(1)}, codes.astype(np.float32) * factors
 
 
-@pytest.fixture(params=["gptq", "modelopt"])
+@pytest.fixture(params=["gptq", "modelopt", "auto_round"])
 def model(request, tmp_path):
     """A directory whose `config.json` says nothing of quantisation, the plain tensors, and the name of what does."""
     rng = np.random.default_rng(5)
     if request.param == "modelopt":
         layer, values = blocks(rng)
         name, beside = "hf_quant_config.json", MODELOPT
+    elif request.param == "auto_round":
+        layer, values = gptq(rng, stored_zero_is_less=False)
+        del layer["g_idx"]
+        name, beside = "quantization_config.json", AUTO_ROUND
     else:
         layer, values = gptq(rng, request.param == "gptq")
         name, beside = "quantize_config.json", {**GPTQ, "checkpoint_format": request.param}
@@ -77,7 +82,9 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("model", "axis"), [("gptq", 0), ("gptq_v2", None), ("gptq_v2", -1), ("modelopt", -1)], indirect=["model"]
+    ("model", "axis"),
+    [("gptq", 0), ("gptq_v2", None), ("gptq_v2", -1), ("modelopt", -1), ("auto_round", 0)],
+    indirect=["model"],
 )
 def test_restored_over_eight_devices(model, axis):
     directory, plain, _ = model
