@@ -190,7 +190,7 @@ class OutputCodes(StoredCodes):
         if row.bits is not None:
             return row.bits, found[-1] * word_bits // row.bits
         if not row.facts:
-            return self._stated_bits(found[-1] * word_bits)
+            return self._stated_bits(found[-1] * word_bits, word_bits)
         scale = self.shapes[Role.SCALE]
         groups = scale[-1] if len(scale) == 2 else 1
         candidates: set[tuple[int, int]] = set()
@@ -219,9 +219,9 @@ class OutputCodes(StoredCodes):
             )
         return fitting.pop(), columns
 
-    def _stated_bits(self, row_bits: int) -> tuple[int, int]:
+    def _stated_bits(self, row_bits: int, word_bits: int) -> tuple[int, int]:
         """Return the bits that the config says of a code of this module, and how many codes a row has."""
-        stated = [scheme.bits for scheme in self.settings.schemes if scheme.kind == "int"]
+        stated = list({scheme.bits for scheme in self.settings.schemes if scheme.kind == "int"} - {word_bits})
         if len(stated) != 1 or stated[0] not in _DENSE_BITS or row_bits % stated[0]:
             raise MappingError(
                 f"{self.codes!r}: expected rows of whole codes of {', '.join(map(str, _DENSE_BITS))} bits, found rows "
@@ -262,9 +262,9 @@ class OutputCodes(StoredCodes):
         """Return what the config says of codes like these, or everything that there is if it does not say anything."""
         kind = "float" if self.row.values.endswith(("F4", "F8_E4M3")) else "int"
         said = self.settings.of(kind, bits)
-        if self.row.values == "int8":  # a byte may have a code of fewer bits
+        if self.row.values == "int8" and self.settings.method != "gemma":  # a byte may have a code of fewer bits
             said = [scheme for scheme in self.settings.schemes if scheme.kind == kind and scheme.bits <= bits]
-        if not said and self.settings.method in ("compressed-tensors", "mlx"):
+        if not said and self.settings.method in ("compressed-tensors", "mlx", "gemma"):
             kinds = dict.fromkeys(f"{each.kind} codes of {each.bits} bits" for each in self.settings.schemes)
             raise MappingError(
                 f"{self.codes!r}: expected {' or '.join(kinds) or 'plain values'}, as in quantization_config, "
@@ -302,6 +302,6 @@ class OutputCodes(StoredCodes):
                     shapes += [(1,), ()]
                 return f"blocks of {block[0]} x {block[1]}", block, shapes
         size = scheme.group or _MX_GROUP
-        if scheme.group is None and self.row.bits is None:
+        if scheme.group is None and scheme.kind == "int":
             size = columns // max((1, *self.shapes[Role.SCALE][-1:])) or 1
         return f"groups of {size}", (1, size), [] if columns % size else [(*leading, rows, columns // size)]

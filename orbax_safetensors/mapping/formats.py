@@ -119,6 +119,8 @@ _OF_MODULE = (ParameterFormat(Role.SCALE, (".scale",), ("F8_E8M0",)),)
 _EXPERTS = (ParameterFormat(Role.SCALE, ("_scales",), ("U8",)),)
 _SCB = (ParameterFormat(Role.SCALE, (".SCB",), ("F32",)),)
 _AFFINE = (ParameterFormat(Role.SCALE, (".scales",), FLOATS), ParameterFormat(Role.BIAS, (".biases",), FLOATS))
+_GEMMA = (ParameterFormat(Role.SCALE, (".weight_scale",), ("F32",)),)
+_GEMMA_EMBEDDING = (ParameterFormat(Role.SCALE, (".embedding_scale",), ("F32",)),)
 _MLX_EXPONENT = (ParameterFormat(Role.SCALE, (".scales",), ("U8",)),)
 _MLX_FP8_SCALE = (
     ParameterFormat(Role.SCALE, (".scales",), ("U8",), meaning="F8_E4M3"),
@@ -181,6 +183,19 @@ FORMATS = (
     Format(
         "bitsandbytes int8", ".weight", ".weight", ("I8",), "int8", 8, _SCB, facts=(".weight_format",), final=1 / 127
     ),
+    # Gemma's own. Only the config tells 2 bits from 4.
+    Format("Gemma {bits} bits", ".weight", ".weight", ("U8",), "offset{bits}", None, _GEMMA, method="gemma"),
+    Format(
+        "Gemma {bits} bits",
+        ".embedding_quantized",
+        ".weight",
+        ("U8",),
+        "offset{bits}",
+        None,
+        _GEMMA_EMBEDDING,
+        method="gemma",
+    ),
+    Format("Gemma 8 bits", ".embedding_quantized", ".weight", ("I8",), "int8", 8, _GEMMA_EMBEDDING, method="gemma"),
     # MLX. Words of 32 bits are bytes in order, and a stream of codes that runs over the ends of both.
     Format("MLX {bits} bits", ".weight", ".weight", ("U32",), "unsigned{bits}", None, _AFFINE, method="mlx"),
     Format("MXFP4", ".weight", ".weight", ("U32",), "doubled F4", 4, _MLX_EXPONENT, group=32, method="mlx"),

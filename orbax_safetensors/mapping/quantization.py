@@ -146,6 +146,8 @@ def _is_meant(row: Format, settings: Settings, codes: str, names: Mapping[Role, 
     """Return whether a format is that of `codes`, if another one stores tensors with the same names and dtypes."""
     if row.method is None:
         return True
+    if row.method == "gemma":
+        return settings.method == "gemma"
     if row.method == "mlx":
         if row.bits is None or row.group is None:  # the only one with biases
             return True

@@ -23,6 +23,7 @@ _METHODS = (
     "bitsandbytes",
     "auto-round",
     "mlx",
+    "gemma",
 )
 # The bits of a code and the size of a group that MLX takes if a config does not say them, by the mode.
 _MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
@@ -109,6 +110,8 @@ def settings_of(config: Mapping[str, Any] | None) -> Settings:
     if method == "mlx":
         own = {name: settings._replace(schemes=each) for name, each in _mlx_modules(config).items()}
         return settings._replace(own=own.get)
+    if method == "gemma":
+        return settings._replace(own=_gemma_modules(settings, config))
     rules = tuple(_rules(settings, config))
     return settings._replace(own=lambda module: next((each for fits, each in rules if fits(module)), None))
 
@@ -169,6 +172,8 @@ def _schemes(method: str, config: Mapping[str, Any]) -> Iterator[Scheme]:
         yield _scheme("int", config.get("bits", 4), strategy, config.get("group_size"), required)
     elif method == "mlx":
         yield _mlx(config)
+    elif method == "gemma":
+        yield from _gemma(config)
     elif method == "bitsandbytes":
         yield Scheme("int", 8, "channel")
     elif block is not None:
@@ -233,6 +238,31 @@ def _mlx_modules(config: Mapping[str, Any]) -> dict[str, tuple[Scheme, ...]]:
     """Return the schemes of the modules that have an entry of their own: none of those that stay plain."""
     entries = {name: entry for name, entry in config.items() if isinstance(entry, Mapping) or entry is False}
     return {name: () if entry is False else (_mlx(entry),) for name, entry in entries.items()}
+
+
+def _gemma(entry: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """Return what Gemma's configs say of all modules, or of some; a row of an embedding may have several scales."""
+    bits = entry.get("num_bits", 4)
+    if type(bits) is not int or bits not in (2, 4, 8):
+        raise MappingError(f"quantization_config: expected num_bits 2, 4 or 8, found {shown(bits)}")
+    return Scheme("int", bits, "channel"), Scheme("int", bits, "group")
+
+
+def _gemma_modules(settings: Settings, config: Mapping[str, Any]) -> Callable[[str], Settings | None]:
+    """Return the settings of the modules that a pattern finds: that which matches first in a name, then in the config.
+
+    So does `transformers`, which makes one regular expression of all.
+    """
+    entries = [
+        (_compiled(pattern), settings._replace(schemes=_gemma({**config, **entry})))
+        for pattern, entry in _objects(config, "module_quant_configs").items()
+    ]
+
+    def own(module: str) -> Settings | None:
+        starts = [(match.start(), at) for at, (each, _) in enumerate(entries) if (match := each.search(module))]
+        return entries[min(starts)[1]][1] if starts else None
+
+    return own
 
 
 def _scheme(kind: str, bits: Any, strategy: str, group: Any, required: set[Role]) -> Scheme:

@@ -213,6 +213,7 @@ def test_statistics_have_one_name(cli, model):
         ("ct-fp8-channel-dynamic", {"fp8, channel"}),
         ("ct-nvfp4", {"NVFP4, group 16"}),
         ("mlx-4bit-g64", {"MLX 4 bits, group 64", "MLX 8 bits, group 64"}),
+        ("gemma-4bit", {"Gemma 2 bits, group 64", "Gemma 4 bits, group 64", "Gemma 4 bits, group 96", "int8, channel"}),
         ("mlx-mxfp4", {"MXFP4, group 32"}),
         ("bnb-nf4-double", {"bitsandbytes 4 bits, group 64"}),
         ("ct-int8-w8a8", {"int8, channel"}),

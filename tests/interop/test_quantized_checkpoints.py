@@ -23,7 +23,8 @@ BF16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 # Their tables have +0 for the code of -0.
 UNSIGNED_ZEROS = {"deepseek-v4-fp4-experts", "nvfp4-experts-last-axis", "autoround-gptq-4bit"}
 UNSIGNED_ZEROS |= {name for name in NAMES if name.startswith("modelopt-nvfp4-")}
-WHOLE = ["comfy-scaled-fp8", "mlx-4bit-g64", "mlx-4bit-moe", "mlx-mxfp4"]  # models with all of their tensors
+# Models with all of their tensors.
+WHOLE = ["comfy-scaled-fp8", "gemma-4bit", "mlx-4bit-g64", "mlx-4bit-moe", "mlx-mxfp4"]
 PLAIN = ("norm.weight", "norm_weight", "embed_tokens.weight", "lm_head.weight")
 # Every checkpoint is sharded over both dimensions, and four of different formats over each and with either dtype.
 FOUR = ["awq-g128", "ct-fp8-block", "ct-int4-g32-g_idx", "modelopt-nvfp4-kv"]

@@ -19,6 +19,8 @@ from tests.support.quantized_facts import (
     BY_MODULE,
     FP8,
     FUSED,
+    GEMMA,
+    GEMMA_STORED,
     GPTQ,
     GPTQ_STORED,
     INT4,
@@ -80,6 +82,24 @@ def test_full_size_fp8_is_taken_apart_completely():
     kv = found.tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
     assert kv.encoding.parameters[0].grid == (5, 56)
     assert len({id(tensor.encoding) for tensor in found.tensors.values()}) < 20
+
+
+def test_shapes_of_mlx_leave_bits_and_group_to_the_entry_of_a_module():
+    config = {"quant_method": "mlx", "bits": 4, "group_size": 64, "b": {"bits": 8, "group_size": 32}}
+    facts = {"weight": ((6, 16), "U32"), "scales": ((6, 2), "BF16"), "biases": ((6, 2), "BF16")}
+    found = quantization(config, {f"{name}.{end}": fact for name in "ab" for end, fact in facts.items()}).tensors
+    assert [(each.shape, each.encoding.bits) for each in found.values()] == [((6, 128), 4), ((6, 64), 8)]
+
+
+def test_what_a_pattern_of_gemma_finds_first_in_a_name_counts():
+    """As in one regular expression of all patterns; an entry without bits has those of all other modules."""
+    patterns = {"mlp": {"num_bits": 2}, r"layers\.1\.": {}, "self": {"num_bits": 2}}
+    names = ["layers.0.mlp", "layers.1.mlp", "layers.1.self_attn", "layers.0.self_attn", "head"]
+    stored = {f"{name}.weight": ((6, 16), "U8") for name in names}
+    stored |= {f"{name}.weight_scale": ((6, 1), "F32") for name in names}
+    found = quantization({"quant_method": "gemma", "num_bits": 4, "module_quant_configs": patterns}, stored)
+    assert [found.tensors[f"{name}.weight"].encoding.bits for name in names] == [2, 4, 4, 2, 4]
+    assert [found.tensors[f"{name}.weight"].shape for name in names] == [(6, 64), (6, 32), (6, 32), (6, 64), (6, 32)]
 
 
 def test_without_a_config_nothing_is_quantised():
@@ -154,12 +174,12 @@ def test_mxfp4_swaps_rows_and_columns():
         (
             FP8,
             {"a.weight": ((2, 2), "BF16"), "a.weight_scale": ((), "F32")},
-            "'a.weight': expected the codes .* in I8 or F8_E4M3, found BF16",
+            "'a.weight': expected the codes .* in I8 or F8_E4M3 or U8, found BF16",
         ),
         (
             FP8,
             {"a.weight": ((2, 2), "F8_E5M2"), "a.weight_scale": ((), "F32")},
-            "'a.weight': expected the codes of 'a.weight_scale' in I8 or F8_E4M3, found F8_E5M2",
+            "'a.weight': expected the codes of 'a.weight_scale' in I8 or F8_E4M3 or U8, found F8_E5M2",
         ),
         (
             FP8,
@@ -414,6 +434,22 @@ def test_what_does_not_fit_is_named(config, stored, said):
             {"a.scales": ((6, 8), "U8"), "a.global_scale": ((6,), "F32")},
             r"'a.global_scale': expected one number for 'a.weight', found shape \(6,\)",
         ),
+        (
+            GEMMA | {"num_bits": 8},
+            GEMMA_STORED,
+            {},
+            r"'a.weight': expected rows of whole codes of .* codes of \[\] for its",
+        ),
+        (GEMMA | {"num_bits": 3}, GEMMA_STORED, {}, "expected num_bits 2, 4 or 8, found 3"),
+        (GEMMA | {"module_quant_configs": {"a": {"num_bits": 5}}}, GEMMA_STORED, {}, "num_bits 2, 4 or 8, found 5"),
+        (GEMMA | {"module_quant_configs": {"a": 2}}, GEMMA_STORED, {}, "an object of objects as module_quant"),
+        (GEMMA | {"module_quant_configs": {"(": {}}}, GEMMA_STORED, {}, r"'\(' is not a regular expression"),
+        (GEMMA | {"module_quant_configs": [2]}, GEMMA_STORED, {}, "an object of objects as module_quant"),
+        (GEMMA, W8A8_STORED, {"a.weight_scale": ((6, 1), "F32")}, "expected int codes of 4 bits, .* found int8"),
+        (GEMMA, GEMMA_STORED, {"a.weight_scale": ((5, 1), "F32")}, r"'a.weight_scale': expected \(6, 1\) .* \(5, 1\)"),
+        (GEMMA, GEMMA_STORED, {"a.weight_scale": None, "b.input_activation_scale": ((), "F32")}, "'a.weight' is U8"),
+        (GEMMA, {"a.embedding_quantized": ((6, 15), "U8")}, {}, "expected its scales 'a.embedding_scale', found no"),
+        (None, GEMMA_STORED, {}, "'a.weight_scale': expected F8_E4M3 beside 'a.weight' of U8, found F32"),
         (AWQ, AWQ_STORED, {"a.qzeros": ((2, 3), "I32")}, r"'a.qzeros': expected shape \(2, 2\) .* \(2, 3\)"),
         (AWQ, AWQ_STORED, {"a.scales": ((2, 15), "F16")}, r"'a.scales': expected shape \(64 / 32, 16\) .* \(2, 15\)"),
         (AWQ, AWQ_STORED, {"a.g_idx": ((64,), "I32")}, "'a.g_idx': does not fit 'a.qweight'"),

@@ -382,6 +382,29 @@ def auto_round(draw: Any) -> Sample:
 
 
 @st.composite
+def gemma(draw: Any) -> Sample:
+    """2 and 4 bits in bytes, 8 bits as they are, of linear layers and of embeddings, whose rows may be in blocks."""
+    rng, bits, rows, width = draw(_seeds), draw(st.sampled_from([2, 4, 8])), draw(st.integers(1, 20)), 8
+    is_embedding = bits == 8 or draw(st.booleans())
+    blocks, width = draw(st.integers(1, 4)) if is_embedding else 1, 4 * draw(st.integers(1, 9))
+    codes = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, blocks * width))
+    scale = scales_of(rng, (rows, blocks), F32)
+    unsigned = (codes + 2 ** (bits - 1)).astype(np.uint8)
+    packed = {2: lambda: unsigned[:, 0::4] | unsigned[:, 1::4] << 2 | unsigned[:, 2::4] << 4 | unsigned[:, 3::4] << 6}
+    packed |= {4: lambda: halves(unsigned), 8: lambda: codes.astype(np.int8)}
+    stored = {"m.embedding_quantized" if is_embedding else "m.weight": packed[bits]()}
+    stored["m.embedding_scale" if is_embedding else "m.weight_scale"] = scale
+    stored["m.input_activation_scale"] = np.zeros((), F32)
+    entry, others = {"num_bits": bits}, {"num_bits": draw(st.sampled_from([2, 4, 8]))}
+    config = draw(
+        st.sampled_from([entry, {**others, "module_quant_configs": {"^n": others, "m$": entry, "m": others}}])
+    )
+    return Sample(
+        {"quant_method": "gemma", **config}, stored, codes.astype(np.float32) * spread(scale, codes.shape, 1, width)
+    )
+
+
+@st.composite
 def bitsandbytes4(draw: Any) -> Sample:
     """NF4 and FP4, with scales in float32 or nested; blocks go over the ends of rows, and the last may be short."""
     rng, size = draw(_seeds), draw(st.sampled_from([32, 64, 128]))
@@ -426,6 +449,7 @@ FORMATS = {
     "AWQ": awq(),
     "GPTQ": gptq(),
     "MLX": mlx(),
+    "Gemma": gemma(),
     "GPTQ by module": gptq_by_module(),
     "AutoRound": auto_round(),
     "bitsandbytes 4 bits": bitsandbytes4(),
