@@ -248,6 +248,8 @@ ROUNDED = {
     "mixtral": Case(
         "MixtralForCausalLM", "MixtralConfig", UNEVEN | {"num_local_experts": 4}, _QUERIES, same_logits=False
     ),
+    "gemma, exact factors": Case("GemmaForCausalLM", "GemmaConfig", SIZES, _NORMS),
+    "gemma": Case("GemmaForCausalLM", "GemmaConfig", UNEVEN, f"{_NORMS}|{_QUERIES}|{_EMBEDDING}", same_logits=False),
     "gemma2, exact factors": Case("Gemma2ForCausalLM", "Gemma2Config", SIZES, _NORMS),
     "gemma2": Case("Gemma2ForCausalLM", "Gemma2Config", UNEVEN, f"{_NORMS}|{_QUERIES}|{_EMBEDDING}", same_logits=False),
     "gemma2, untied": Case(

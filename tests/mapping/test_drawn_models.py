@@ -18,7 +18,7 @@ from tests.support.tiers import cross
 
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
 MODELS = [
-    "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gemma4", "gemma4_small", "gpt_oss", "llama3",
+    "deepseek2", "deepseek3", "deepseek3_2", "gemma", "gemma2", "gemma3", "gemma4", "gemma4_small", "gpt_oss", "llama3",
     "mistral", "mixtral", "olmo3", "qwen2_5", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next",
 ]  # fmt: skip
 # Stored layers after which those of the same kind come again.

@@ -50,6 +50,7 @@ def test_every_stored_element_is_used_once(name, mode):
     [
         ("deepseek3_mtp", r"decoder\.(dense|moe)_layers\."),
         ("deepseek4", r"scanned_blocks\."),
+        ("gemma", r"decoder\.layers\."),
         ("gemma2", r"decoder\.layers\."),
         ("gemma3", r"decoder\.layers\.layers_\d"),
         ("gemma4", r"scanned_blocks\."),
@@ -342,7 +343,7 @@ def test_trees_of_other_sizes_have_as_many_leaves_as_maxtexts(name, text, tower,
             assert len(tree) == leaves
 
 
-KEPT_BY_MLX = {"gemma2", "gemma3", "llama2", "llama3.1", "mistral", "mixtral", "qwen2.5", "qwen3", "qwen3-moe"}
+KEPT_BY_MLX = {"gemma", "gemma2", "gemma3", "llama2", "llama3.1", "mistral", "mixtral", "qwen2.5", "qwen3", "qwen3-moe"}
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -365,6 +366,6 @@ def test_a_config_without_what_is_needed_is_refused():
 
 
 def test_names_are_said_once():
-    assert len(FAMILY) == len(FAMILIES) == 22
+    assert len(FAMILY) == len(FAMILIES) == 23
     architectures = [name for family in FAMILIES for name in family.architectures]
     assert {name for name in architectures if architectures.count(name) > 1} == set(GEMMA4_SMALL.architectures)

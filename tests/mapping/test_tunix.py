@@ -20,6 +20,7 @@ SAMPLES = {
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3",
     "llama3.1": "llama3",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
@@ -60,6 +61,8 @@ def in_numpy(stored, config, model):
     """The leaves by path: linear layers transposed, with heads apart, and then what belongs together stacked."""
     is_gemma = model.startswith("gemma")
     keys = KEYS | (GEMMA if is_gemma else {})
+    if model == "gemma":
+        keys |= {"post_attention_layernorm.weight": "pre_ffw_norm.scale"}
     if model == "gemma2":
         keys |= {"post_attention_layernorm.weight": "post_attn_norm.scale"}
     top = TOP | ({"norm.weight": "final_norm.scale"} if is_gemma else {})
@@ -151,6 +154,9 @@ def test_a_small_gemma4_has_embeddings_for_each_layer_and_keys_that_it_does_not_
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
+        ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings = False, and Tunix's model is for True"),
+        ("gemma", {"attention_bias": True}, "attention_bias = True, and Tunix's model is for False"),
+        ("gemma4", {"quantization": {"group_size": 64, "bits": 4}}, "config.json is of MLX"),
         ("gemma2", {}, "query_pre_attn_scalar = 256, and Tunix's model is for 6"),
         ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings = False, and Tunix's model is for True"),
         ("gemma2", {"attention_bias": True}, "attention_bias = True, and Tunix's model is for False"),

@@ -16,7 +16,7 @@ from tests.support.roots import TESTDATA
 # Samples, and whether layers are stacked. Scanned, MaxText's script for Llama 4 drops the tower.
 MODELS = [(name, mode == "scanned") for name, mode in TREES if not (name.startswith("llama4") and mode == "scanned")]
 # These families multiply or add, so that rounding keeps the way back from being exact.
-COMPUTED = ("gemma2", "gemma3", "gemma4", "llama3.1")
+COMPUTED = ("gemma", "gemma2", "gemma3", "gemma4", "llama3.1")
 # What MaxText has no place for.
 UNUSED = {
     "deepseek3_mtp": r"model\.layers\.4\.(embed_tokens|shared_head\.\w+)\.weight",

@@ -17,6 +17,7 @@ SAMPLES = {
     "deepseek3.2": "deepseek3_2",
     "deepseek3_mtp": "deepseek3",
     "deepseek4": "deepseek4",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma4": "gemma4",

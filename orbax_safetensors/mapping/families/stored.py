@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
 from math import prod
 from typing import Any
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import View, tensor
+from orbax_safetensors.mapping import Family, View, tensor
 from orbax_safetensors.mapping.family import MOST_SIZE, Renames
 
 Config = Mapping[str, Any]
@@ -129,3 +131,21 @@ def biased(name: str, shape: Sequence[int], inputs: int = 1) -> Leaves:
     outputs = shape[inputs:]
     bias = tensor(f"{name}.bias", (prod(outputs),)).reshape(outputs)
     return {"kernel": kernel(name, shape, inputs), "bias": bias}
+
+
+def changed_by_mlx(family: Family) -> Family:
+    """Return a family that refuses quantised checkpoints of MLX, for models whose values or parts mlx-lm changes.
+
+    It adds 1 to norms, splits projections, or puts gates and ups apart.
+    """
+
+    @wraps(family.tree)
+    def tree(config: Config, **variant: Any) -> Mapping[str, View]:
+        if "quantization" in config:
+            raise MappingError(
+                "config.json is of MLX, whose tensors of this model are others than those of its published checkpoint; "
+                "family='dequantized' returns them"
+            )
+        return family.tree(config, **variant)
+
+    return replace(family, tree=tree)

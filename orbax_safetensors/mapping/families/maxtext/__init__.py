@@ -7,10 +7,9 @@ All families have these switches: `scan_layers`, whether layers are stacked in o
 dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is padded with zeros.
 """
 
-from orbax_safetensors.mapping.families.maxtext.common import changed_by_mlx
 from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2
 from orbax_safetensors.mapping.families.maxtext.deepseek4 import DEEPSEEK4
-from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
+from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA, GEMMA2, GEMMA3
 from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4, GEMMA4_SMALL
 from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
 from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
@@ -20,6 +19,7 @@ from orbax_safetensors.mapping.families.maxtext.olmo import OLMO3
 from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
 from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_5, QWEN3_NEXT
 from orbax_safetensors.mapping.families.maxtext.qwen3_vl import QWEN3_OMNI, QWEN3_VL, QWEN3_VL_MOE
+from orbax_safetensors.mapping.families.stored import changed_by_mlx
 
 # mlx-lm leaves the tensors of the first as they are, except for names.
 FAMILIES = (
@@ -29,6 +29,7 @@ FAMILIES = (
     LLAMA3,
     MISTRAL,
     MIXTRAL,
+    GEMMA,
     GEMMA2,
     GEMMA3,
     *map(

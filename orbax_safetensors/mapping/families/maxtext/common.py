@@ -7,9 +7,9 @@ the config that `stored.completed` returns.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -324,21 +324,3 @@ def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Ca
 # Every family of MaxText: a name, architectures and a tree. The second is for models whose layers are never stacked.
 family = partial(Family, variants=variants, wrapper=TRAINING_STATE)
 unscanned_family = partial(family, wrapper=replace(TRAINING_STATE, switches={"scan_layers": False}))
-
-
-def changed_by_mlx(family: Family) -> Family:
-    """Return a family that refuses quantised checkpoints of MLX, for models whose values or parts mlx-lm changes.
-
-    It adds 1 to norms, splits projections, or puts gates and ups apart.
-    """
-
-    @wraps(family.tree)
-    def tree(config: Config, **variant: Any) -> Mapping[str, View]:
-        if "quantization" in config:
-            raise MappingError(
-                "config.json is of MLX, whose tensors of this model are others than those of its published checkpoint; "
-                "family='dequantized' returns them"
-            )
-        return family.tree(config, **variant)
-
-    return replace(family, tree=tree)

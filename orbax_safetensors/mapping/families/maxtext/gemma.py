@@ -1,7 +1,8 @@
-"""MaxText's Gemma 2 and Gemma 3.
+"""MaxText's Gemma 1 to 3.
 
-Both scale the embedding by a rounded sqrt(hidden_size), which `transformers` does when it runs the model, and add 1 to
-the scales of norms. Gemma 2 joins two layers in one; Gemma 3 has layers in cycles of six.
+All scale the embedding by a rounded sqrt(hidden_size), which `transformers` does when it runs the model, and add 1 to
+the scales of norms. Gemma 1 and 2 also scale the query's kernel. Gemma 2 joins two layers in one; Gemma 3 has layers in
+cycles of six.
 """
 
 from __future__ import annotations
@@ -43,6 +44,30 @@ def _norm(name: str, size: int) -> View:
     return norm(name, size).offset(1)
 
 
+def _root(c: Config) -> float:
+    """Return the factor of the embedding of Gemma 1 and 2."""
+    return float(np.float32(sqrt(c["hidden_size"])))
+
+
+def _gemma_layer(h: str, c: Config) -> Leaves:
+    """Return a layer of Gemma 1. Its norm before the MLP is stored as the one after attention."""
+    return {
+        "pre_self_attention_norm.scale": _norm(h + "input_layernorm", c["hidden_size"]),
+        "pre_ffw_norm.scale": _norm(h + "post_attention_layernorm", c["hidden_size"]),
+        **under("self_attention", scaled_query(attention(h, c), c)),
+        **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
+    }
+
+
+def gemma(config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None) -> Tree:
+    """Return the tree of Gemma 1."""
+    c = completed(config, head_dim=256, num_key_value_heads=16, tie_word_embeddings=True)
+    refuse(c, "attention_bias")
+    layers = [_gemma_layer(f"model.layers.{i}.", c) for i in range(c["num_hidden_layers"])]
+    decoder = stacked_or_numbered("layers", layers, scan_layers, param_scan_axis)
+    return model(c, decoder, vocab_size, norm=_norm, factor=_root(c))
+
+
 def _gemma2_half(h: str, c: Config, half: str) -> Leaves:
     """Return a stored layer, which is one half, "local" or "global", of a layer of MaxText."""
     return {
@@ -63,9 +88,8 @@ def gemma2(
         {**_gemma2_half(f"model.layers.{i}.", c, "local"), **_gemma2_half(f"model.layers.{i + 1}.", c, "global")}
         for i in range(0, c["num_hidden_layers"], 2)
     ]
-    factor = float(np.float32(sqrt(c["hidden_size"])))
     decoder = stacked_or_numbered("layers", layers, scan_layers, param_scan_axis)
-    return model(c, decoder, vocab_size, norm=_norm, factor=factor)
+    return model(c, decoder, vocab_size, norm=_norm, factor=_root(c))
 
 
 def _gemma3_layer(h: str, c: Config) -> Leaves:
@@ -93,6 +117,7 @@ def gemma3(
     return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[GEMMA3_VISION])
 
 
+GEMMA = family("maxtext.gemma", ("GemmaForCausalLM",), gemma)
 GEMMA2 = family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2)
 GEMMA3 = family(
     "maxtext.gemma3",
