@@ -329,7 +329,14 @@ def awq(rng):
     return {"quant_method": "awq", "bits": 4, "group_size": 32}, stored, codes, scale, zeros
 
 
+def w8a8(rng):
+    codes, zeros = rng.integers(-128, 128, (16, 64)).astype(np.int8), rng.integers(-128, 128, (16, 2)).astype(np.int8)
+    scale = rng.uniform(0.5, 2, zeros.shape).astype(np.float16)
+    return None, {"a.weight": codes, "a.weight_scale": scale, "a.weight_zero_point": zeros}, codes, scale, zeros
+
+
 ASYMMETRIC = {
+    "W8A8": w8a8,
     "compressed-tensors": asymmetric,
     "GPTQ": lambda rng: gptq(rng, index=False),
     "GPTQ with an index": lambda rng: gptq(rng, index=True),
@@ -339,10 +346,10 @@ ASYMMETRIC = {
 
 @pytest.mark.parametrize(
     ("name", "axis"),
-    [("compressed-tensors", 0), ("GPTQ", None), ("GPTQ with an index", 1), ("AWQ", 0), ("AWQ", 1)],
+    [("compressed-tensors", 0), ("GPTQ", None), ("GPTQ with an index", 1), ("AWQ", 0), ("AWQ", 1), ("W8A8", 0)],
 )
 def test_zero_points(tmp_path, name, axis, mesh):
-    """They come beside the scales, as unsigned integers of the codes' dtype, also in a transposed leaf."""
+    """They come beside the scales, as integers of the codes' dtype, also in a transposed leaf."""
     config, stored, codes, scale, zeros = ASYMMETRIC[name](np.random.default_rng(4))
     write(tmp_path / "model.safetensors", stored)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
@@ -361,7 +368,7 @@ def test_zero_points(tmp_path, name, axis, mesh):
             part: np.asarray(a) for part, a in ost.load(tmp_path, sharding, family=family, options=SPLIT)["a"].items()
         }
         assert leaf.keys() == {"qvalue", "scale", "zero_point"}
-        assert leaf["qvalue"].dtype == leaf["zero_point"].dtype == ml_dtypes.uint4
+        assert leaf["qvalue"].dtype == leaf["zero_point"].dtype == (np.int8 if name == "W8A8" else ml_dtypes.uint4)
         wanted = {"qvalue": codes, "scale": scale, "zero_point": zeros}
         for part, array in wanted.items():
             array = array.T if transposed else array
