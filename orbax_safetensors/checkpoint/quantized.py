@@ -27,6 +27,9 @@ from orbax_safetensors.options import Dequantize
 logger = logging.getLogger(__name__)
 
 _LONGEST_READ = 2**16  # of a tensor that describes another
+# In the metadata of ComfyUI's files. Their names, dtypes and shapes are those of ModelOpt's NVFP4 and of MXFP8, but the
+# high half of a byte is the first code, and scales are in the tiles that a GPU's kernel reads.
+_COMFYUI_KEY = "_quantization_metadata"
 # The dtypes of codes by what they mean.
 _CODES = {
     "offset2": ml_dtypes.int2,
@@ -50,8 +53,8 @@ _DECODE = "decode it with SafetensorsOptions(dequantize=True)"
 def quantized_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quantization:
     """Return the quantised tensors of a checkpoint, according to its `config.json`, or to a file beside it.
 
-    Raises `MappingError` if the method is unknown, if codes and scales do not fit each other, and if they are in
-    pieces.
+    Raises `MappingError` if the method is unknown, if codes and scales do not fit each other, if they are in pieces,
+    and if groups are in the order of ComfyUI.
     """
     facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
     settings = quantization_config(config)
@@ -64,7 +67,13 @@ def quantized_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
     encoded = quantization(settings, facts, read)
     if encoded.fault:
         logger.warning("%s: %s; it has no codes, and is read as a plain checkpoint", checkpoint.path, encoded.fault)
+    is_of_comfyui = _COMFYUI_KEY in checkpoint.metadata
     for quantized in encoded.tensors.values():
+        if is_of_comfyui and quantized.encoding.parameters[0].grid[1] > 1:
+            raise MappingError(
+                f"{quantized.codes!r} is {label(quantized)} in the order of ComfyUI, as {_COMFYUI_KEY!r} in the "
+                "metadata says, which cannot be decoded"
+            )
         for name in quantized.stored:
             if len(checkpoint[name].pieces) > 1:
                 raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")

@@ -315,3 +315,27 @@ def test_tensors_without_elements_are_converted_and_saved(tmp_path):
     for directory in ("plain", "saved"):
         shapes = ost.open_checkpoint(tmp_path / directory).shapes
         assert dict(shapes) == {"a.weight": (3, 4), "registers": (1, 0, 32)}
+
+
+@pytest.mark.parametrize(
+    "method", [None, {"quant_method": "modelopt", "quant_algo": "NVFP4"}], ids=["none", "modelopt"]
+)
+def test_groups_in_the_order_of_comfyui_are_refused(tmp_path, rng, method):
+    """Names, dtypes and shapes are those of ModelOpt's NVFP4; scales for whole tensors have no order."""
+    fp8 = {"b.weight": random_bits(rng, (128, 64), F8), "b.weight_scale": np.float32(2).reshape(())}
+    nvfp4 = {
+        "a.weight": rng.integers(0, 256, (128, 32), np.uint8),
+        "a.weight_scale": np.ones((128, 4), F8),
+        "a.weight_scale_2": np.ones((), np.float32),
+    }
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": "nvfp4"}}})}
+    if method:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": method}))
+    write(tmp_path / "model.safetensors", fp8, metadata)
+    assert ost.load(tmp_path, family="dequantized")["b"]["weight"].dtype == BF16
+    write(tmp_path / "model.safetensors", fp8 | nvfp4, metadata)
+    with pytest.raises(ost.MappingError, match=r"'a.weight' is NVFP4, group 16 in the order of ComfyUI"):
+        ost.load(tmp_path, family="dequantized")
+    assert ost.load(tmp_path, family="identity")["a.weight"].dtype == np.uint8
+    write(tmp_path / "model.safetensors", fp8 | nvfp4)
+    assert ost.load(tmp_path, family="dequantized")["a"]["weight"].shape == (128, 64)
