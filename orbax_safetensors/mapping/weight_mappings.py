@@ -45,6 +45,8 @@ def _leaves(key: str, target: Any, stored: Shapes) -> Iterator[tuple[Any, Sequen
         pattern = re.compile(re.escape(key).replace(r"\*", "(.*?)"))
         for name in stored:
             if match := pattern.fullmatch(name):
+                if target.count("*") > key.count("*"):
+                    raise MappingError(f"{key!r}: {target!r} has more `*` than the name")
                 yield target.replace("*", "{}").format(*match.groups()), [name]
     else:
         yield target, [key]

@@ -542,6 +542,7 @@ def test_weight_mappings_are_of_whole_names_and_other_rows_stand_beside_them():
         ({"__MOE_EXPERTS__e": WeightMapping(["e", "a", "z"])}, "1 of 2 are not stored: 'z'"),
         ({"a": WeightMapping("b"), "d*": WeightMapping("b")}, "'b' has two tensors"),
         ({"a": WeightMapping("b", reshape=(5,))}, "cannot be reshaped"),
+        ({"a*": WeightMapping("b.*.*")}, r"'a\*': 'b\.\*\.\*' has more `\*` than the name"),
     ],
 )
 def test_weight_mappings_that_say_too_little_are_errors_of_the_tensors_they_are_for(table, message):
