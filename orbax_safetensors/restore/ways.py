@@ -21,7 +21,7 @@ from orbax_safetensors.geometry.encoding import Encoding, Role
 from orbax_safetensors.geometry.move import move_of
 from orbax_safetensors.geometry.pieces import Piece
 from orbax_safetensors.geometry.strided import Copy, Modes, Runs, keeps_order, merged, row_major, source_runs
-from orbax_safetensors.geometry.view import View
+from orbax_safetensors.geometry.view import View, by_tensors
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.plan import Block, same_bits
 
@@ -57,9 +57,17 @@ def ways_of(checkpoint: Checkpoint, targets: Sequence[Target], boxes: Sequence[S
             nbytes[step.recipe] += len(held) * sum([runs.nbytes for _, runs in step.reads])
         ways.append(way)
         recipes.append({step.recipe for step in steps})
-    for number, used in enumerate(recipes):
-        if sum([nbytes[recipe] for recipe in used]) < _LEAST_PROGRAM_BYTES * len(used):
-            ways[number] = Way(ways[number].change, why="too few bytes for a program")
+
+    def pays(number: int) -> bool:
+        used = recipes[number]
+        return bool(used) and sum([nbytes[recipe] for recipe in used]) >= _LEAST_PROGRAM_BYTES * len(used)
+
+    # What is made of one tensor goes one way if it can: its bytes are then read, and their checksums compared, once.
+    for group in by_tensors([target.view.tensors for target in targets]):
+        if not any(map(pays, group)):
+            for number in group:
+                if ways[number].on_device:
+                    ways[number] = Way(ways[number].change, why="too few bytes for a program")
     return ways
 
 

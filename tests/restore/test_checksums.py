@@ -14,7 +14,10 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, encode, parse
 from orbax_safetensors.geometry import crc
+from orbax_safetensors.mapping import Family
+from orbax_safetensors.restore import ways
 from orbax_safetensors.transfer import sums
+from tests.support.accelerator import accelerator
 from tests.support.files import random_bits
 from tests.support.saves import BF16, RNG
 
@@ -125,6 +128,27 @@ def test_what_is_not_read_whole_is_not_compared(saved, caplog):
         )
     assert restored["c"].tolist() == TREE["c"].tolist()
     assert "compared 1 of 3 tensors" in caplog.text
+
+
+def test_leaves_of_one_tensor_are_read_once_although_a_program_would_not_pay_for_some(tmp_path, mesh, monkeypatch):
+    stored = np.arange(512 * 48, dtype=np.float32).reshape(512, 48)
+    ost.save(tmp_path / "saved", {"qkv": stored}, index=False)
+
+    def leaves(config):
+        heads = ost.mapping.tensor("qkv", stored.shape).reshape((64, 8, 48))
+        return {"q": heads[:, :6, :].transpose((2, 0, 1)), "kv": heads[:, 6:, :].transpose((2, 0, 1))}
+
+    sharding = NamedSharding(mesh, P("x"))
+    target = {
+        name: jax.ShapeDtypeStruct((48, 64, size), np.float32, sharding=sharding)
+        for name, size in {"q": 6, "kv": 2}.items()
+    }
+    damage(tmp_path / "saved", "qkv")
+    with accelerator() as device:
+        monkeypatch.setattr(ways, "_LEAST_PROGRAM_BYTES", stored.nbytes // 2)
+        with pytest.raises(ost.ChecksumError, match="'qkv': its bytes are not those"):
+            ost.load(tmp_path / "saved", target, family=Family("fused", (), leaves), options=CHECKED)
+        assert device.num_runs == 2
 
 
 def test_without_a_record_it_is_an_error(saved):
