@@ -30,6 +30,7 @@ from tests.support.quantized import every_source, scaled
 from tests.support.quantized_formats import FORMATS, found_in
 from tests.support.roots import TESTDATA
 from tests.support.strategies import examples
+from tests.support.tiers import cross
 
 FLOAT32 = np.dtype(np.float32)
 F32, F16, BF16, U8, E8M0, E4M3, I32 = (DTYPES[n] for n in ("F32", "F16", "BF16", "U8", "F8_E8M0", "F8_E4M3", "I32"))
@@ -186,7 +187,20 @@ ON_THE_HOST = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in QUANTIZED.iterdir() if path.is_dir()))
+# One of each way to lie in words and blocks; each compiles some programs.
+COVER = [
+    *ON_THE_HOST,
+    "awq-g128",
+    "ct-fp8-tensor-static-kv",
+    "ct-int8-w8a8",
+    "ct-mxfp4",
+    "gptq-4bit-g32",
+    "mlx-4bit-g64",
+    "modelopt-nvfp4-llama4",
+]
+
+
+@pytest.mark.parametrize("name", cross(sorted(path.name for path in QUANTIZED.iterdir() if path.is_dir()), COVER))
 def test_shards_of_published_checkpoints(name):
     """Whole tensors, and shards over each axis as models see them: of the weights of one layer at least."""
     checkpoint = ost.open_checkpoint(QUANTIZED / name)
