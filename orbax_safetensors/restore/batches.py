@@ -150,11 +150,12 @@ def _parts(checkpoint: Checkpoint, targets: Sequence[Target], numbers: Sequence[
         if is_short or not can_assemble(target.sharding, target.shape, target.dtype):
             parts += whole
             continue
-        limit = max(most // _PARTS, _LEAST_CUT_BYTES) * target.local_nbytes // _nbytes(whole)
-        limit = min(limit, _MOST_DECODED_BYTES * len(target.local_boxes()))
-        for cut in _cuts(target, limit):
+        limit = max(most // _PARTS, _LEAST_CUT_BYTES)
+        made = min(limit * target.local_nbytes // _nbytes(whole), _MOST_DECODED_BYTES * len(target.local_boxes()))
+        for cut in _cuts(target, target.local_boxes()[0].shape, made):
             packed = packed_parts(checkpoint, number, target, cut) if way.on_device else None
-            parts += packed or [_cut(number, target, cut)]
+            # What the host makes goes through host memory: it may be longer than its packed bytes.
+            parts += packed or [_cut(number, target, cut.inside(part)) for part in _cuts(target, cut.shape, limit)]
     return parts
 
 
@@ -168,11 +169,10 @@ def _is_long(part: LeafPart, most: int) -> bool:
     return prod(recipe.move.box) * recipe.dtype.itemsize > _MOST_DECODED_BYTES
 
 
-def _cuts(target: Target, nbytes: int) -> Iterator[Box]:
-    """Yield boxes that make up a shard, in the order of storage; in all shards, each has at most `nbytes`."""
-    boxes = target.local_boxes()
-    shape, order = boxes[0].shape, storage_order(target.view)
-    tile = tile_shape(shape, (1,) * len(shape), order, nbytes // (len(boxes) * target.dtype.itemsize))
+def _cuts(target: Target, shape: tuple[int, ...], nbytes: int) -> Iterator[Box]:
+    """Yield boxes that make up `shape`, in the order of storage; in all shards, each has at most `nbytes`."""
+    order = storage_order(target.view)
+    tile = tile_shape(shape, (1,) * len(shape), order, nbytes // (len(target.local_boxes()) * target.dtype.itemsize))
     yield from tiles(shape, tile, order)
 
 

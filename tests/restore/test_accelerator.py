@@ -365,6 +365,40 @@ def test_memory_has_room_for_the_longest_leaf_or_for_as_much_as_may_be(tmp_path,
     assert nbytes <= min(staging._MOST_BYTES[kind], 700_000) + 16 * PAGE_BYTES
 
 
+def test_parts_that_the_host_decodes_are_not_longer_than_other_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "_LEAST_CUT_BYTES", 0)
+    rng = np.random.default_rng(4)
+    stored = {
+        "m.weight": rng.integers(0, 2**32, (4, 4096 * 3 // 32), np.uint32),
+        "m.scales": rng.uniform(0.5, 1, (4, 64)).astype(np.float16),
+        "m.biases": rng.uniform(0.5, 1, (4, 64)).astype(np.float16),
+    }
+    write(tmp_path / "model.safetensors", stored)
+    config = {"quant_method": "mlx", "bits": 3, "group_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    leaf = ocp.ArrayRestoreArgs(sharding=SingleDeviceSharding(jax.devices()[0]), dtype=np.float32)
+    parts, real = [], pipeline.batches_for
+
+    def batches_for(*args, **kwargs):
+        made = real(*args, **kwargs)
+        parts.extend(part for batch in made[0] for part in batch.parts)
+        return made
+
+    def restore():
+        options = ost.SafetensorsOptions(in_flight_bytes=4000)
+        handler = ost.SafetensorsHandler(family="dequantized", options=options)
+        return handler.restore(tmp_path, ost.SafetensorsRestore(restore_args={"m": {"weight": leaf}}))["m"]["weight"]
+
+    expected = restore()
+    monkeypatch.setattr(pipeline, "batches_for", batches_for)
+    with accelerator() as device:
+        assert_same_bits(restore(), np.asarray(expected))
+    assert device.num_runs
+    by_host = [part.nbytes for part in parts if part.recipe.source == np.float32]  # from the middle of a word on
+    assert by_host
+    assert max(by_host) <= 1000
+
+
 @pytest.mark.parametrize("spec", [P(), P("y"), P(None, None, None, "x")], ids=str)
 def test_devices_decode_a_long_tensor_in_parts(tmp_path, mesh, monkeypatch, spec):
     monkeypatch.setattr(batches, "_MOST_DECODED_BYTES", 8192)
