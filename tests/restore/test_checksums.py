@@ -144,8 +144,8 @@ def test_leaves_of_one_tensor_are_read_once_although_a_program_would_not_pay_for
         for name, size in {"q": 6, "kv": 2}.items()
     }
     damage(tmp_path / "saved", "qkv")
-    with accelerator() as device:
-        monkeypatch.setattr(ways, "_LEAST_PROGRAM_BYTES", stored.nbytes // 2)
+    with accelerator() as device, monkeypatch.context() as patch:
+        patch.setattr(ways, "_LEAST_PROGRAM_BYTES", stored.nbytes // 2)
         with pytest.raises(ost.ChecksumError, match="'qkv': its bytes are not those"):
             ost.load(tmp_path / "saved", target, family=Family("fused", (), leaves), options=CHECKED)
         assert device.num_runs == 2
