@@ -66,7 +66,8 @@ def batches_for(
     """Return all that this process reads for `targets`, in batches, and the bytes of memory that some of them share.
 
     What leaves the host goes through at most `most` bytes of memory, except longer shards that devices cannot put
-    together. With `alias`, arrays in host memory alias the files if these lie as in memory.
+    together, and those of up to 16 MiB, which are not cut. With `alias`, arrays in host memory alias the files if these
+    lie as in memory.
     """
     staying = [number for number, target in enumerate(targets) if stays_on_host(target)]
     leaving = sorted(set(range(len(targets))).difference(staying))

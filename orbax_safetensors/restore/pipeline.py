@@ -65,7 +65,7 @@ def fill(
 
     Arrays in host memory are read straight into place. Bytes on their way to accelerators take at most
     `options.in_flight_bytes` of host memory, because devices put longer leaves together. If they cannot, such a leaf
-    takes as much as it has. No file stays open, and no thread runs on.
+    takes as much as it has, as does one of up to 16 MiB. No file stays open, and no thread runs on.
 
     Raises:
       TensorMismatchError: a cast that the caller did not request would change values.

@@ -50,16 +50,6 @@ class Reader(Transfer[File]):
             _write_constant(constant, blocks[constant.destination.block], memory[constant.destination.block])
         yield from (task.run for task in self._requests(plan, blocks, memory))
 
-    def fetch(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
-        """Return bytes of a file in the memory of the answer to one request; None if its store has no such memory."""
-        answer = self.file(number).fetch(offset, nbytes)
-        if answer is None:
-            return None
-        self.count(1, nbytes)
-        if self.sums is not None:
-            self.sums.add_buffers(number, offset, [answer])
-        return np.frombuffer(answer, np.uint8)
-
     def check(self) -> None:
         """Raise `StorageError` if a file has changed since it was opened."""
         for file in self._files.values():
@@ -125,8 +115,14 @@ class Reader(Transfer[File]):
 
     def _answer(self, window: Window) -> np.ndarray | None:
         """Return the bytes of a window in the memory of a store, if one request brings them there anyway."""
-        nbytes = window.high - window.low
-        return None if window.first_nbytes < nbytes else self.fetch(window.part.file, window.offset, nbytes)
+        number, nbytes = window.part.file, window.high - window.low
+        answer = self.file(number).fetch(window.offset, nbytes) if window.first_nbytes == nbytes else None
+        if answer is None:
+            return None
+        self.count(1, nbytes)
+        if self.sums is not None:
+            self.sums.add_buffers(number, window.offset, [answer])
+        return np.frombuffer(answer, np.uint8)
 
     def _decoded(
         self, window: Window, access: Encoded, areas: Sequence[Area], *, apart: bool
