@@ -35,6 +35,9 @@ _BATCHES = 16
 _PARTS = 4
 # For batches that begin in their pages as the bytes do in files.
 _PAGES = 16
+# Rows and columns share scales in blocks of at most so many in most formats. One program serves all parts that begin
+# with a block; any other part would need its own.
+_BLOCK = 128
 # Devices may hold what they decode once more, before it is in its place.
 _MOST_DECODED_BYTES = 512 * 2**20
 # What no leaf is cut below: programs on devices and requests for short parts would take longer than the bytes.
@@ -174,6 +177,7 @@ def _cuts(target: Target, shape: tuple[int, ...], nbytes: int) -> Iterator[Box]:
     """Yield boxes that make up `shape`, in the order of storage; in all shards, each has at most `nbytes`."""
     order = storage_order(target.view)
     tile = tile_shape(shape, (1,) * len(shape), order, nbytes // (len(target.local_boxes()) * target.dtype.itemsize))
+    tile = tuple([length - length % _BLOCK if length > _BLOCK else length for length in tile])
     yield from tiles(shape, tile, order)
 
 
