@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -38,8 +38,11 @@ class Programs:
     """Programs for recipes: compiled on threads, all at once, and kept for later restores."""
 
     def __init__(self) -> None:
-        self._threads = Threads(os.cpu_count(), "compile")
         self._futures: dict[Any, Future[_Program]] = {}
+
+    @cached_property
+    def _threads(self) -> Threads:
+        return Threads(os.cpu_count(), "compile")
 
     def compile(self, recipe: Recipe, sharding: jax.sharding.Sharding) -> None:
         """Begin to compile what an array of this sharding needs for `recipe`, unless that has begun."""
@@ -55,7 +58,8 @@ class Programs:
 
     def close(self) -> None:
         """Wait for what is being compiled, and give up the rest."""
-        to_the_end(partial(self._threads.shutdown, cancel_futures=True))
+        if self._futures:
+            to_the_end(partial(self._threads.shutdown, cancel_futures=True))
         self._futures.clear()  # the traceback of one that has failed holds the memory of a restore, and this object
 
     def _begin(self, recipe: Elements | Recipe | Zeros, devices: tuple[Any, ...]) -> Future[_Program]:

@@ -29,6 +29,7 @@ def _text(sample):
 # By the names of classes. `kimi-k2` is a DeepSeek-V3 whose type `transformers` does not know.
 MODELS = [(_config(name)["architectures"][0], _config(name)) for name in SAMPLES if name not in ("gemma3", "kimi-k2")]
 MODELS += [
+    ("Gemma2ForCausalLM", _config("gemma2", query_pre_attn_scalar=_config("gemma2")["head_dim"])),
     ("Gemma3ForCausalLM", _text("gemma3")),
     ("Gemma3ForConditionalGeneration", _config("gemma3", **GEMMA3)),
     ("Gemma3ForConditionalGeneration", _config("gemma3", **GEMMA3, tie_word_embeddings=False)),
@@ -37,11 +38,24 @@ MODELS += [
     ("Kimi_K25ForConditionalGeneration", KIMI),
     ("Qwen3_5MoeForCausalLM", _text("qwen3.5")),
 ]
+
+
+def _is_for(family, config):
+    """Whether a family's model is for such a config: Tunix's are for fewer, and refuse the others by name."""
+    text = config.get("text_config", config)
+    if not family.name.startswith("tunix.gemma"):
+        return True
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    scaled = text.get("query_pre_attn_scalar") == text.get("head_dim") or family.name != "tunix.gemma2"
+    # `transformers` does not store the keys and values of layers that share those of others.
+    return tied and scaled and not text.get("num_kv_shared_layers")
+
+
 CASES = [
     (model, config, family)
     for model, config in MODELS
     for family in registry.known()
-    if model in family.architectures and family.applies_to(config)
+    if model in family.architectures and family.applies_to(config) and _is_for(family, config)
 ]
 IDS = [f"{model}-{family.name}" for model, _, family in CASES]
 # Tensors that the trees have no place for.
