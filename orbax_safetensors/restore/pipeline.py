@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -170,7 +169,7 @@ class _Pipeline:
                         self._read(batch)
                 finally:
                     self._tasks.put(None)
-                while self._reading:
+                while self._reading and not self._failed.is_set():
                     self._hand_over()
             while self._sent:
                 self._arrive()
@@ -193,14 +192,17 @@ class _Pipeline:
     def _read(self, batch: Batch) -> None:
         """Let threads read a batch, as soon as there is memory for it."""
         taken = self._take(batch) if batch.leaves_host else None
+        if self._failed.is_set():
+            return
         memory = allocate(batch.sizes, batch.offsets) if taken is None else taken.buffers
         read = Countdown()
         self._reading.append(_Reading(batch, memory, taken, read))
         self._tasks.put(read.of(_tasks(self._reader, batch, memory)))
 
-    def _take(self, batch: Batch) -> Taken:
+    def _take(self, batch: Batch) -> Taken | None:
+        """Return memory for a batch; None if something has failed, which `working` raises."""
         assert self._pool is not None
-        while True:
+        while not self._failed.is_set():
             while self._reading and self._reading[0].read.ended.is_set():
                 self._hand_over()
             while self._sent and are_ready(self._sent[0].arrays):
@@ -212,15 +214,16 @@ class _Pipeline:
                 self._arrive()
             else:
                 self._hand_over()
+        return None
 
     @no_collection()
     def _hand_over(self) -> None:
-        """Wait until the oldest batch is read, and make leaves of it, or of parts of them."""
+        """Wait until the oldest batch is read, and make leaves of it, or of parts of them, unless something fails."""
         batch, memory, taken, read = self._reading[0]
         while not read.ended.wait(SECONDS):
             self._report()
-            if self._failed.is_set():
-                raise CancelledError
+            if self._failed.is_set():  # an error of this thread would hold memory beside the one that `working` raises
+                return
         del self._reading[0]
         sent: list[jax.Array] = []
         if taken is not None:
