@@ -37,6 +37,7 @@ from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.memory import Pool, Taken, allocate
 from orbax_safetensors.storage.process_memory import no_collection
+from orbax_safetensors.transfer.decode import GROUPS_PERMUTED
 from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.progress import SECONDS, Meter
 from orbax_safetensors.transfer.reader import Reader
@@ -242,10 +243,7 @@ class _Pipeline:
             for order in part.orders:
                 packed.append([next(buffers) for _ in part.recipe.inputs])
                 if order is not None and not np.array_equal(next(buffers).view(order.dtype), order):
-                    raise TensorMismatchError(
-                        f"{self._path}: {target.name!r}: its group index permutes groups: expected desc_act true in "
-                        "its config"
-                    )
+                    raise TensorMismatchError(f"{self._path}: {target.name!r}: {GROUPS_PERMUTED}")
             if number not in self._assemblies:
                 self._assemblies[number] = Assembly(self._programs, plain(target.sharding), target.shape, target.dtype)
             return self._assemblies[number].put(part.recipe, part.starts, packed)

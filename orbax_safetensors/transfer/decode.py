@@ -41,6 +41,9 @@ _WORTH_TABLES = 2**15
 # Scales of one kind with tables, which take 1 KiB each for codes of 4 bits: about as many as fit in a core's cache.
 _MOST_TABLES = 2**11
 
+# Why a group index is refused that the config says is in order; devices decode groups only if it is.
+GROUPS_PERMUTED = "its group index permutes groups: expected desc_act true in its config"
+
 # The factors of U8 scales, which are exponents of 2 plus 127. Each is a number, even for 255, which is NaN in the OCP
 # specification and 2**128 in the decoders that programs use: half of it, times "doubled F4", is what these compute.
 _HALF_POWERS = np.ldexp(np.float32(1), BYTES.astype(np.int32) - 128)
@@ -185,7 +188,7 @@ def _check_groups(encoding: Encoding, area: Area, by_role: dict[Role, _Parameter
         if term.rows is not None and term.columns is not None:  # nothing is selected, so the index has to say the same
             height = next(each.block[0] for each in encoding.parameters if each.role is role)
             if (index[by_role[Role.GROUP].rows] != (area.rows // height)[:, None]).any():
-                raise TensorMismatchError("its group index permutes groups: expected desc_act true in its config")
+                raise TensorMismatchError(GROUPS_PERMUTED)
             continue
         groups = term.entries.shape[0 if term.rows is None else 1]
         if term.rows is not None and (index == -1).all():
