@@ -222,7 +222,7 @@ def _spread(parameter: Parameter, box: _CodeBox, encoding: Encoding) -> tuple[Sp
 def _blocks(rows: Sequence[Mode], start: int, height: int, block: int) -> tuple[list[Mode], Span, int] | None:
     """Cut rows, from `start` on, into modes over blocks, a span over blocks, and how many of the others share an entry.
 
-    A block has the rows of a word, of which each entry is for `height`. Returns None if they cannot be cut like this.
+    A block has the rows of a word; each of its entries is for `height` rows. Returns None if rows cannot be cut so.
     """
     outer: list[Mode] = []
     span, inner, reach = None, 1, 0

@@ -47,7 +47,7 @@ class Way(NamedTuple):
 
 
 def ways_of(checkpoint: Checkpoint, targets: Sequence[Target], boxes: Sequence[Sequence[Box]]) -> list[Way]:
-    """Return the way of each target, of which this process holds the distinct `boxes`: that of the first box."""
+    """Return the way of each target. This process holds distinct `boxes` of it, and the first one decides."""
     ways: list[Way] = []
     recipes: list[set[Recipe]] = []
     nbytes = Counter[Recipe]()

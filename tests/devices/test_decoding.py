@@ -125,7 +125,7 @@ def test_scales_in_bfloat16_are_widened_as_bits():
 
 @pytest.mark.parametrize("role", [Role.FACTOR, Role.DIVISOR], ids=lambda role: role.name)
 def test_scales_of_two_levels(role):
-    """All FP4 codes with all scales of 8 bits; one program serves all factors, of which some are of random bits."""
+    """All FP4 codes with all scales of 8 bits; one program serves all factors, some of them of random bits."""
     encoding = Encoding(
         (256, 32),
         4,

@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
 
 def found_in(config: dict[str, Any] | None, stored: dict[str, np.ndarray]) -> Quantized:
-    """The only quantised tensor, of which nothing is left over."""
+    """The only quantised tensor; no stored tensor is left over."""
     facts = {name: (array.shape, from_numpy(array.dtype).name) for name, array in stored.items()}
     found = quantization(config, facts, lambda name: stored[name].tobytes())
     (tensor,) = found.tensors.values()

@@ -14,7 +14,7 @@ from orbax_safetensors.mapping.families.stored import Config, checked, completed
 
 VISION = r"model\.(vision_tower|embed_vision)\..+"
 AUDIO = r"model\.(audio_tower|embed_audio)\..+"
-CYCLE = 6  # layers, of which the last is global, if the config does not say which are
+CYCLE = 6  # layers; the last of them is global if the config does not say which are
 
 # Published configs leave out what equals the defaults of `Gemma4TextConfig`.
 DEFAULTS = {
