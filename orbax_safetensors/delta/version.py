@@ -1,4 +1,4 @@
-"""The versions that a trainer publishes, as their readers have laid them out: `docs/decisions/delta-layout.md`.
+"""The versions that a trainer publishes, as their readers have laid them out: `docs/decisions.md`.
 
 A version is a directory that looks like a checkpoint. A full version is one. A delta holds the tensors that changed,
 each a zstd frame of its new bytes XOR its old ones; what only its index says tells it from a full version.
