@@ -36,12 +36,13 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """Return the page of the API with `ost.load` as the heading of `load`, and so on."""
-    if page.file.src_uri != "docs/api.md":
+    """Return a page of the API with `ost.load` as the heading of `load`, `ost.mapping.lora` as that of `lora`."""
+    if not page.file.src_uri.startswith("docs/api/"):
         return markdown
 
     def headed(found: re.Match) -> str:
-        options = f"heading: ost.{found['name']}, {found['options'] or ''}"
+        module = "mapping." if ".mapping." in found["path"] else ""
+        options = f"heading: ost.{module}{found['name']}, {found['options'] or ''}"
         return f"::: {found['path']}{found['name']}\n    options: {{{options}}}\n"
 
     return re.sub(

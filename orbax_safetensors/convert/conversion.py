@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
@@ -77,7 +79,7 @@ def convert(
     family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
-    dtype: Any = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     mesh: MeshLike = None,
     spec: Mapping[str, Spec] | None = None,
     like: Any = None,
@@ -112,10 +114,9 @@ def convert(
       config: to safetensors, the content of the `config.json` to write, an object whose `to_dict` returns that, the
         path of such a file, or a directory with one, of which all small files but weights are also copied.
         From safetensors, by default what stands beside the source, without what it says of quantisation.
-      dtype: to cast floating-point arrays to: one for all of them, which then also enters the config; or dtypes by
-        pattern: the first pattern that matches (`re.search`) the name of an array counts. To Orbax, names are those of
-        `spec`, to safetensors those of the tensors. Arrays that no pattern matches keep their dtype, as all arrays do
-        without `dtype`.
+      dtype: what to cast floating-point arrays to: one dtype for all, which also enters the config, or a dict from
+        patterns to dtypes. The first pattern that `re.search` finds in an array's name counts. To Orbax, names are
+        those of `spec`, to safetensors those of the tensors. Other arrays keep their dtype.
       mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
         array's dimensions, as for `reshard`. Names are those of `open_checkpoint(source, family=family).leaves`, for
         example `params.decoder.decoder_norm.scale`. The chunks of arrays are the shards that devices will have.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsSave
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
@@ -22,7 +24,7 @@ def load(
     *,
     family: Family | str | None = None,
     variant: Mapping[str, Any] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     partial: Partial = False,
     options: SafetensorsOptions | None = None,
 ) -> Any:
@@ -39,19 +41,17 @@ def load(
 
     Args:
       path: a path or URL, as for `open_checkpoint`.
-      target: where arrays go.
+      target (tree | jax.sharding.Mesh | jax.sharding.Sharding | Callable | None): where arrays go.
         None returns what `SafetensorsRestore` does without arguments: the tree that was saved, or NumPy arrays.
         A tree of arrays, `jax.ShapeDtypeStruct`s, shardings or `ocp.RestoreArgs`, as for `SafetensorsRestore`, comes
         back with its leaves restored.
-        A `jax.sharding.Mesh` returns the same tree as None, with each array sharded over the mesh in one dimension: in
-        that of which shards read least, and if several do, in the longest. Axes of the mesh that do not divide the
-        dimension are left out, and what cannot be sharded is replicated.
-        A `jax.sharding.Sharding`, or a function that returns the sharding of an array of its name and shape, returns
-        the same tree as None with all arrays sharded so; the function returns None for a NumPy array. A name is a
-        leaf's path in the tree, joined by dots.
+        A mesh returns the same tree as None. It splits each array along one dimension: the one with the fewest bytes to
+        read, and the longest of several such. Mesh axes that do not divide the dimension are dropped.
+        A sharding applies to all arrays of that tree. A function gets the name and the shape of each array, and returns
+        its sharding, or None for a NumPy array. A name is a leaf's path in the tree, joined by dots.
       family, variant: as for `SafetensorsRestore`.
-      dtype: to cast arrays of floating point to, whatever the target describes: one for all of them, or dtypes by
-        pattern: the first pattern that matches (`re.search`) a leaf's name counts.
+      dtype: what to cast floating-point arrays to, whatever the target describes: one dtype for all, or a dict from
+        patterns to dtypes. The first pattern that `re.search` finds in a leaf's name counts.
       partial: which leaves to restore. With a tree, True leaves out what it does not name. With another target, names
         of leaves, or patterns of names in which `*` stands for any characters, return the tree with these alone.
       options: how bytes are moved.
@@ -70,7 +70,7 @@ def abstract(
     *,
     family: Family | str | None = None,
     variant: Mapping[str, Any] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     partial: Partial = False,
     options: SafetensorsOptions | None = None,
 ) -> Any:

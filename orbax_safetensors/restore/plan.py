@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import FamilyLike
@@ -48,7 +49,7 @@ def plan_restore(
     *,
     family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     partial: Partial = False,
     process_count: int | None = None,
     all_processes: bool = False,
@@ -74,9 +75,9 @@ def plan_restore(
     Args:
       path: a checkpoint, as for `open_checkpoint`. With a family, also a `config.json`, or a directory with one and no
         files yet: the plan is then that of the files that a save of the model would write, in the config's dtype.
-      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`. Their mesh may be
-        abstract. The plan leaves out every tensor that the tree does not name. Or a mesh, a sharding, or a
-        function to shardings, as for `load`.
+      target (tree | jax.sharding.Mesh | jax.sharding.Sharding | Callable): a tree of `jax.ShapeDtypeStruct` with
+        shardings, or of `ocp.ArrayRestoreArgs`; or a mesh, a sharding or a function, as for `load`. Meshes may be
+        abstract. The plan leaves out every tensor that the tree does not name.
       family, variant: as for `SafetensorsRestore`.
       dtype, partial: as for `load`.
       process_count: how many processes share the devices of each mesh, evenly and in order. By default each device

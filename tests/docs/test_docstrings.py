@@ -9,7 +9,7 @@ import orbax_safetensors as ost
 from tests.support import examples
 from tests.support.roots import ROOT
 
-(IMPORTS,) = examples.python(ROOT / "docs" / "api.md")
+(IMPORTS,) = examples.python(ROOT / "docs" / "api" / "load-save.md")
 PUBLIC = {name: getattr(ost, name) for name in ost.__all__ if name != "mapping"}
 PUBLIC |= {f"mapping.{name}": getattr(ost.mapping, name) for name in ost.mapping.__all__}
 ERRORS = [name for name, value in PUBLIC.items() if isinstance(value, type) and issubclass(value, Exception)]
