@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -67,14 +68,11 @@ def test_the_examples(of_page, page):
 def test_the_guide_to_restores(of_page, models, tmp_path):
     llama = models["llama"]
     names, after = of_page("restore.md")
-    restored = [found["params"] for found in after if "params" in found]
-    whole = list({id(params): params for params in restored}.values())
-    cast = whole.pop()
-    assert len(whole) == 2
-    for params in whole:
+    whole, cast = list({id(found["params"]): found["params"] for found in after if "params" in found}.values())[:2]
+    for params in (whole, names["arrays"], names["weights"]):
         assert params.keys() == llama.keys()
         assert all(np.asarray(params[name]).tobytes() == array.tobytes() for name, array in llama.items())
-    assert restored[0]["model.embed_tokens.weight"].sharding.spec == P("model")
+    assert whole["model.embed_tokens.weight"].sharding.spec == P("model")
     for name, array in llama.items():
         assert np.asarray(cast[name]).tobytes() == array.astype("float32" if "norm" in name else "float16").tobytes()
     for name, array in names["doubled"].items():
@@ -83,13 +81,15 @@ def test_the_guide_to_restores(of_page, models, tmp_path):
     assert list(names["first"]) == sorted(first)
     assert {leaf.dtype for leaf in names_of(names["mlps"]).values()} == {np.dtype("float32")}
     assert set(names["mlps"]["params"]["decoder"]["layers"]) == {"mlp"}
-    assert all(names["arrays"][name].tobytes() == array.tobytes() for name, array in llama.items())
     assert ost.plan_restore(tmp_path / "llama", names["args"]).processes[0].over_read == 1
-    assert np.asarray(names["state"].params["w"]).tobytes() == models["state"]["params.w"].tobytes()
+    weight, (adam, *_) = names["state"].params["w"], names["state"].opt_state
+    assert np.asarray(weight).tobytes() == models["state"]["params.w"].tobytes()
+    assert adam.mu["w"].sharding == weight.sharding
     norm = np.asarray(names["norm"]["model"]["norm"]["weight"])
     assert norm.tobytes() == llama["model.norm.weight"].tobytes()
 
     source = stored(tmp_path / "qwen3")
+    assert jax.tree.all(jax.tree.map(np.array_equal, names["leaves"], names["state_params"]))
     kernel = names["state_params"]["params"]["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
     gates = [source[f"model.layers.{layer}.mlp.gate_proj.weight"].T for layer in range(3)]
     np.testing.assert_array_equal(kernel, np.stack(gates, axis=1))

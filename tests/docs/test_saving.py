@@ -24,7 +24,7 @@ def test_the_examples(tmp_path):
     names = {}
     for block in blocks:
         examples.run(block, tmp_path, names)
-    for directory in ("new", "two", "copy"):
+    for directory in ("new", "two"):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert (len(saved.files), saved.metadata["format"]) == (1, "pt")
     assert names["again"]["embed"].sharding == names["tree"]["embed"].sharding

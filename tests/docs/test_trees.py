@@ -33,7 +33,7 @@ def test_the_examples(tmp_path):
     models = examples.make_models(tmp_path)
     mlp, dense, equinox = models["mlp"], models["dense"], models["equinox"]
     blocks = examples.python(PAGE)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names = {}
     for at, block in enumerate(blocks):
         if HAS_EQUINOX or not {"equinox", "eqx"} & set(re.findall(r"\w+", block)):
@@ -43,11 +43,15 @@ def test_the_examples(tmp_path):
             assert_holds({name: jax.numpy.asarray(leaf) for name, leaf in saved(tmp_path / "tuned").items()}, mlp)
             assert names["model"].up.kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model")
         elif at == 1:
+            assert {"norm.mean", "norm.var"} <= {name.removesuffix(".value") for name in saved(tmp_path / "net")}
+            assert_same_bits(names["net"].norm.mean[...], names["trained"].norm.mean[...])
+            assert_same_bits(names["net"].dense.kernel[...], names["trained"].dense.kernel[...])
+        elif at == 2:
             rounded = {name: array.astype("bfloat16") for name, array in mlp.items()}
             assert_holds(names["nnx"].state(names["model"]), rounded)
-        elif at == 2:
+        elif at == 3:
             assert_holds(names["variables"], dense)
-        elif at in (3, 4, 5) and HAS_EQUINOX:
+        elif at in (4, 5, 6) and HAS_EQUINOX:
             assert_holds(names["mlp"], equinox)
             assert saved(tmp_path / "arrays").keys() == equinox.keys()
     assert_holds(names["state"], mlp)
