@@ -77,6 +77,13 @@ def test_the_examples_of_quantised_checkpoints(tmp_path, capsys):
     np.testing.assert_array_equal(names["wo"]["scale"], scales)
 
 
+def test_the_first_example_of_families(tmp_path, capsys):
+    examples.make_models(tmp_path)
+    block = examples.python(PAGE)[0]
+    examples.run(block, tmp_path, {})
+    assert capsys.readouterr().out.strip() == re.search(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)[1]
+
+
 class Part(nnx.Module):
     """A part of a model, with parameters and a counter, which is not stored."""
 
@@ -107,7 +114,7 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
         "state": TrainState(step=0, apply_fn=None, params=tree, tx=None, opt_state={}),
         "model": Part(tree["params"]),
     }
-    linen, of_nnx = examples.python(PAGE)
+    _, linen, of_nnx = examples.python(PAGE)
     for block in (linen, of_nnx):
         exec(block.replace("/models/qwen3", f"{sample.directory / 'hf'}"), names)
     found = names["nnx"].to_pure_dict(nnx.state(names["model"], nnx.Param))
