@@ -20,9 +20,9 @@ DOCS = ROOT / "docs"
 # Pages that need other checkpoints, or servers: `test_PAGE.py` beside this file runs them.
 OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
 OF_THEIR_OWN |= {"own-families", "quantized", "tables"}  # test_families.py
-OF_THEIR_OWN |= {"own-formats"}  # test_own_formats.py
+OF_THEIR_OWN |= {"own-formats", "several-hosts"}  # test_own_formats.py, test_several_hosts.py
 # The tests below look at the results.
-CHECKED = {"converting.md", "how-it-works.md", "quickstart.md", "restore.md"}
+CHECKED = {"converting.md", "how-it-works.md", "quickstart.md", "restore.md", "training.md"}
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
@@ -107,6 +107,15 @@ def test_the_quick_start_ends_in_other_logits(of_page, tmp_path):
     assert before.shape == after.shape == (5, 64)
     assert not np.array_equal(before, after)
     assert stored(tmp_path / "same").keys() == stored(tmp_path / "qwen3").keys()
+
+
+def test_the_guide_to_training_shards_what_is_long(of_page):
+    names, _ = of_page("training.md")
+    (moments, *_), params = names["state"], names["params"]
+    assert params["model.embed_tokens.weight"].sharding.spec == P("model")
+    assert all(moments.mu[name].sharding == array.sharding for name, array in params.items())
+    assert moments.count.sharding == names["replicated"]
+    assert names["weights"].keys() == params.keys()
 
 
 def test_the_guide_to_conversions(of_page, tmp_path):
