@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from orbax_safetensors.devices.casts import Casts
 from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy, nearest_dtype
 from orbax_safetensors.geometry.view import View
+
+# Leaves that have a dtype of their own; a scalar has that of its type, and a restore returns it as one.
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,12 @@ class Leaf:
         return tuple(self.value.shape)
 
 
-def leaves_of(item: Any, save_args: Any, *, abstract: bool = False) -> list[Leaf]:
+def leaves_of(item: Any, save_args: Any, casts: Casts | None = None, *, abstract: bool = False) -> list[Leaf]:
     """Return the leaves of a tree in its order, without those that are `ocp.PLACEHOLDER`.
 
     `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which only `dtype` counts. It may have
-    entries at empty nodes. NumPy arrays of the other byte order are swapped. If `abstract`, leaves may be
+    entries at empty nodes. `casts` are for arrays, not for scalars, and take precedence. NumPy arrays of the other
+    byte order are swapped. If `abstract`, leaves may be
     `jax.ShapeDtypeStruct`s in place of arrays of JAX, whose 64-bit dtypes count as 32 bits unless x64 is enabled.
 
     Raises:
@@ -59,11 +64,16 @@ def leaves_of(item: Any, save_args: Any, *, abstract: bool = False) -> list[Leaf
     unknown = args.keys() - leaves.keys()
     if unknown and (unknown := unknown - empty_nodes(item)):
         raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(sorted(unknown)[:8])}")
-    return [
-        _leaf(name, leaf, args.get(name, ocp.SaveArgs()), abstract)
+    stored = {
+        name: _leaf(name, leaf, args.get(name, ocp.SaveArgs()), abstract)
         for name, leaf in leaves.items()
         if leaf is not ocp.PLACEHOLDER
-    ]
+    }
+    if casts is not None:
+        arrays = {name: leaf.dtype for name, leaf in stored.items() if isinstance(leaves[name], _ARRAYS)}
+        for name, dtype in casts.chosen(arrays).items():
+            stored[name] = replace(stored[name], dtype=dtype, dtype_is_chosen=True)
+    return list(stored.values())
 
 
 def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:

@@ -99,10 +99,17 @@ def check_casts(checkpoint: Checkpoint, casts: Casts, dequantize: Dequantize) ->
         is_quantized = True
     if is_quantized:
         raise TensorMismatchError(
-            f"{checkpoint.path}: is quantised, and dtype={str(casts.everywhere)!r} would also cast codes and scales; "
-            "family='dequantized' decodes them under the stored names, and dtype={'norm': 'float32'} casts the arrays "
-            "whose names have 'norm' in them"
+            f"{checkpoint.path}: is quantised, and {casts_codes(casts)}; family='dequantized' decodes them under the "
+            "stored names"
         )
+
+
+def casts_codes(casts: Casts) -> str:
+    """Return what an error says of one dtype for all arrays if some are codes."""
+    return (
+        f"dtype={str(casts.everywhere)!r} would also cast codes and scales; dtype={{'norm': 'float32'}} casts the "
+        "arrays whose names have 'norm' in them"
+    )
 
 
 def scales_beside(checkpoint: Checkpoint, name: str) -> str | None:

@@ -245,6 +245,9 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
         "leave" leaves them out. The log names them.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
+      dtype: to cast arrays of floating point to while writing: one for all leaves, or dtypes by pattern of names, as
+        for `load`. It takes precedence over `save_args` and over the dtypes of `like`. The config that is written names
+        the dtype of most values. Tensors that are copied from `like` keep theirs.
     """
 
     item: Any
@@ -257,6 +260,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     like: epath.PathLike | None = None
     rest: Rest = "copy"
     index: bool | None = None
+    dtype: Any = None
 
 
 def checked(args: Any, kind: type[_Args]) -> _Args:

@@ -115,6 +115,7 @@ def save(
     config: Any = None,
     like: PathLike | None = None,
     rest: Rest = "copy",
+    dtype: Any = None,
     metadata: Mapping[str, str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     index: bool | None = None,
@@ -133,13 +134,16 @@ def save(
       path: a directory that does not exist, or the URL of one on an object store.
       tree: of `jax.Array`s with any sharding, NumPy arrays and scalars, the same in every process.
       family, variant, config, like, rest, metadata, max_file_bytes, index: as for `SafetensorsSave`.
+      dtype: to cast arrays of floating point to while writing, as for `load`: one for all of them, or dtypes by
+        pattern: the first pattern that matches (`re.search`) a leaf's name counts. A config names the new dtype.
       force: put the new checkpoint in the place of all that is in `path`, which must be a checkpoint or empty, once it
         is complete. On a file system, `path` is there at every moment, and a save that fails changes nothing.
       overwrite: the same, as Orbax's v1 API calls it.
       options: how bytes are moved.
 
     Raises:
-      TensorMismatchError, MappingError, HeaderError: the tree or the metadata cannot be stored.
+      TensorMismatchError, MappingError, HeaderError: the tree or the metadata cannot be stored, or `dtype` does not fit
+        the tree.
       StorageError: `path` exists, and neither `force` nor `overwrite` is set or it holds no checkpoint but something
         else, or it cannot be written, or `like` cannot be read.
     """
@@ -152,6 +156,7 @@ def save(
         config=config,
         like=like,
         rest=rest,
+        dtype=dtype,
         index=index,
     )
     with SafetensorsCheckpointer(options=options) as checkpointer:

@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 from orbax_safetensors.checkpoint.family import TensorTypes, nearest_to, stored_leaves, with_variant
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.checkpoint.model_files import ModelFiles, model_files_of
+from orbax_safetensors.checkpoint.quantized import casts_codes, stores_codes
 from orbax_safetensors.checkpoint.reference import Reference, read_reference
+from orbax_safetensors.devices.casts import Casts
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy, nbytes
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.layout import ADAPTER_STEM, Layout, TensorFacts, lay_out, lay_out_files
@@ -100,7 +103,8 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     """
     request.check()
     family, like, options = request.family, request.like, request.options
-    leaves = leaves_of(request.item, request.save_args, abstract=abstract)
+    casts = Casts(request.dtype)
+    leaves = leaves_of(request.item, request.save_args, casts, abstract=abstract)
     model_files = model_files_of(request.config, options.storage_options)
     if like is None:
         reference, metadata = None, _METADATA
@@ -121,6 +125,10 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     viewed, tensors, switches = with_variant(attempt, request.variant, nearest)
     if twice := [leaf.name for leaf in viewed if leaf.is_double]:
         logger.warning("These leaves are not saved, as other leaves are made of the same tensors: %s", some(twice))
+    if casts.everywhere is not None:
+        before = {name: (leaf.value.dtype, tensors[name][1]) for leaf in viewed for name in leaf.view.tensors}
+        if stores_codes(before, config if model_files.config is None else model_files.config):
+            raise TensorMismatchError(f"the tree has codes of quantised tensors, and {casts_codes(casts)}")
     copied: list[Leaf] = []
     if reference is not None:
         unused = [name for name in reference.checkpoint.tensors if name not in tensors]

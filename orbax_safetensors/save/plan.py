@@ -88,6 +88,7 @@ def plan_save(
     config: Any = None,
     like: PathLike | None = None,
     rest: Rest = "copy",
+    dtype: Any = None,
     process_count: int | None = None,
     all_processes: bool = False,
     options: SafetensorsOptions | None = None,
@@ -109,7 +110,7 @@ def plan_save(
       path: the destination of the save, which need not exist; the plan does not look at what is there.
       item: a tree of `jax.ShapeDtypeStruct` with shardings, whose meshes may be abstract, or of what
         `SafetensorsSave` takes.
-      save_args, metadata, max_file_bytes, family, variant, config, like, rest: as for `SafetensorsSave`.
+      save_args, metadata, max_file_bytes, family, variant, config, like, rest, dtype: as for `SafetensorsSave`.
       process_count: how many processes share the devices of each mesh, evenly and in order. By default each device
         belongs to its actual process, and all devices of an abstract mesh belong to one.
       all_processes: look at all processes; see `plan_restore`.
@@ -132,6 +133,7 @@ def plan_save(
         config=config,
         like=like,
         rest=rest,
+        dtype=dtype,
         options=options,
     )
     with no_collection():

@@ -27,7 +27,7 @@ class SaveRequest:
     """The arguments of a save, in the directory `path`, which is the same in every process and need not exist yet.
 
     Attributes:
-      item, save_args, metadata, max_file_bytes, family, variant, config, like, rest: as for `SafetensorsSave`.
+      item, save_args, metadata, max_file_bytes, family, variant, config, like, rest, dtype: as for `SafetensorsSave`.
       index: True for an index or an error, None for an index if one is possible, False for none.
       zarr3: whether the index describes arrays in version 3 of Zarr.
       whole_tree: whether the index holds the tree; otherwise Orbax itself writes the tree.
@@ -45,6 +45,7 @@ class SaveRequest:
     config: Any = None
     like: PathLike | None = None
     rest: Rest = "copy"
+    dtype: Any = None
     index: bool | None = False
     zarr3: bool = True
     whole_tree: bool = True

@@ -76,8 +76,8 @@ def save(directory, model, arrays, max_file_bytes):
     model.config.save_pretrained(directory)
 
 
-def load(directory):
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype="auto").eval()
+def load(directory, dtype="auto"):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype).eval()
 
 
 def logits(model):
@@ -99,6 +99,21 @@ def test_from_pretrained_loads_what_is_saved(tmp_path, model):
     names = {path.name for path in (tmp_path / "saved").iterdir()}
     assert {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors.index.json"} <= names
     assert_same_model(load(tmp_path / "saved"), model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("model", ["llama", "llama, tied embeddings"], indirect=True)
+def test_a_cast_while_saving(tmp_path, model, dtype):
+    """The config names the dtype, and the model is the one that `transformers` casts while it loads."""
+    model.save_pretrained(tmp_path / "source")
+    arrays = on_devices(stored_tensors(model))
+    for name, arguments in (("like", {"like": tmp_path / "source"}), ("config", {"config": model.config})):
+        ost.save(tmp_path / name, arrays, dtype=dtype, **arguments)
+    expected = load(tmp_path / "source", dtype)
+    for name in ("like", "config"):
+        found = load(tmp_path / name)
+        assert str(found.config.dtype) == f"torch.{dtype}"
+        assert_same_model(found, expected)
 
 
 @pytest.mark.parametrize("model", ["llama, tied embeddings"], indirect=True)
