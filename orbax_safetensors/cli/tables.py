@@ -1,4 +1,4 @@
-"""Output for people and for programs: tables with rich on a terminal or a page, tab-separated lines in a pipe.
+"""Output for people and for programs: tables with rich on a terminal, tab-separated lines in a pipe.
 
 In a pipe nothing is shortened, wrapped, coloured or drawn, and numbers are exact. Text that comes from files is shown
 with everything escaped that a terminal would act upon.
@@ -6,27 +6,21 @@ with everything escaped that a terminal would act upon.
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import zip_longest
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from orbax_safetensors import StorageError
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.errors import printable
 from orbax_safetensors.format.amounts import human_bytes, human_seconds
-from orbax_safetensors.storage.paths import as_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PAGE_COLUMNS = 120
-# Of an SVG by rich, on a server: a page is complete without them.
-_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+    from orbax_safetensors.cli.drawing import Drawing
+
 # Rows that a terminal has of a table of the worst.
 _WORST = 10
 
@@ -53,7 +47,8 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-def _for_people(cell: Cell) -> str:
+def for_people(cell: Cell) -> str:
+    """Return a cell of a table as people read it, escaped."""
     match cell:
         case Size():
             return human_bytes(cell)
@@ -78,7 +73,7 @@ def _drawn(columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Iterab
     from rich.table import Table
     from rich.text import Text
 
-    texts = [[Text(_for_people(cell)) for cell in row] for row in rows]
+    texts = [[Text(for_people(cell)) for cell in row] for row in rows]
     headings = [*columns]
     if notes is not None:
         headings = [f"{columns[0]}\n  {columns[-1]}", *columns[1:-1]]
@@ -99,12 +94,12 @@ def _drawn(columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Iterab
 class Printer:
     """Where a command prints its results: blocks, with an empty line between them."""
 
-    def __init__(self, stream: TextIO, console: Any = None) -> None:
-        """What is printed is made for people if `stream` is a terminal or of a `console`, for programs elsewhere."""
+    def __init__(self, stream: TextIO) -> None:
+        """What is printed is made for people if `stream` is a terminal, for programs elsewhere."""
         self._stream = stream
         self._blocks = 0
-        self._console = console
-        if console is None and stream.isatty():
+        self._console: Any = None
+        if stream.isatty():
             from rich.console import Console  # costs a tenth of a second, which a pipe need not pay
 
             self._console = Console(file=stream, highlight=False)
@@ -119,11 +114,11 @@ class Printer:
         self._text(printable(text))
         self._blocks += 1
 
-    def drawing(self, text: Any) -> None:
-        """Print a drawing made with rich; in a pipe nothing is drawn."""
+    def drawing(self, drawing: Drawing) -> None:
+        """Print a drawing; in a pipe nothing is drawn."""
         if self._console is not None:
             self._space()
-            self._console.print(text, soft_wrap=True)
+            self._console.print(drawing.text(), soft_wrap=True)
 
     def json(self, document: object) -> None:
         """Print a JSON document, on one line in a pipe and indented on a terminal."""
@@ -181,7 +176,7 @@ class Printer:
 
         width = max(len(name) for name, _ in pairs)
         for name, value in pairs:
-            self._console.print(Text.assemble(f" {name:{width}}  ", (_for_people(value), "bold")), soft_wrap=True)
+            self._console.print(Text.assemble(f" {name:{width}}  ", (for_people(value), "bold")), soft_wrap=True)
 
     def _space(self) -> None:
         if self._blocks:
@@ -195,31 +190,3 @@ class Printer:
             from rich.text import Text
 
             self._console.print(Text(text), soft_wrap=True)
-
-
-class Page(Printer):
-    """A page, complete in itself, that looks as a terminal does: in HTML, or as an SVG if its name says so."""
-
-    def __init__(self, path: str) -> None:
-        """Begin a page for the file `path`; raise `StorageError` if its directory does not exist."""
-        from rich.console import Console
-
-        self.path = Path(as_text(path))
-        if not self.path.absolute().parent.is_dir():
-            raise StorageError(f"{self.path}: there is no directory to write it to")
-        self.is_svg = self.path.suffix == ".svg"
-        stream = io.StringIO()
-        super().__init__(stream, Console(record=True, file=stream, width=_PAGE_COLUMNS, highlight=False))
-
-    def write(self) -> None:
-        """Write what has been printed to the file."""
-        self.path.write_text(self._svg() if self.is_svg else self._console.export_html(), encoding="utf-8")
-
-    def _svg(self) -> str:
-        from rich.cells import cell_len
-        from rich.terminal_theme import DEFAULT_TERMINAL_THEME
-
-        # What is wider would be cut off.
-        self._console.width = max(map(cell_len, self._console.export_text(clear=False).splitlines()))
-        svg: str = self._console.export_svg(title="orbax-safetensors", theme=DEFAULT_TERMINAL_THEME)
-        return _FONTS.sub("", svg)

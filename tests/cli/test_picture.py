@@ -1,7 +1,5 @@
 """The picture of what processes read: each cell is right, and the page whole in itself and safe with any name."""
 
-import re
-from html.parser import HTMLParser
 from itertools import pairwise
 from math import prod
 from xml.etree import ElementTree
@@ -15,57 +13,23 @@ from safetensors.numpy import save_file
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.demo import show
+from orbax_safetensors.cli.page import Page
 from orbax_safetensors.cli.picture import Stretches, amounts, picture, stretches
-from orbax_safetensors.cli.tables import Page
+from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import runs_of
 from orbax_safetensors.transfer.plan import Block, Location, Part, TransferPlan, transfer_plan
 from tests.support import examples, full_size
+from tests.support.browser_page import BrowserPage
 from tests.support.roots import TESTDATA
+from tests.support.terminal import terminal
 
 QWEN3 = TESTDATA / "qwen3"
 PROCESSES = 4
 # A name that would break out of a page.
 HOSTILE = "<script>alert(1)<|script>&\"'[red]{0}\x1b[31m"
 CLEAN = HOSTILE.replace("\x1b", "\\x1b")
-
-
-class BrowserPage(HTMLParser):
-    """A page as a browser reads it: its tags and attributes, its text, and each character of that with its colour."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.attributes, self.text, self._colours, self._classes = [], [], "", [], [None]
-        self._colour_of = dict(re.findall(r"\.(r\d+) \{background-color: (#\w+)", html))
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        self._classes.append(dict(attrs).get("class"))
-
-    def handle_endtag(self, tag):
-        self._classes.pop()
-
-    def handle_data(self, data):
-        if "pre" in self.tags:
-            self.text += data
-            self._colours += [self._colour_of.get(self._classes[-1])] * len(data)
-
-    def cells(self):
-        """The colours of the cells of each row, as red, green and blue."""
-        rows = [
-            [self._colours[at] for at in range(*row.span(1))]
-            for row in re.finditer(r"^ process +\d+ ( +)$", self.text, re.MULTILINE)
-        ]
-        return [[tuple(bytes.fromhex(colour[1:])) for colour in row] for row in rows]
-
-
-def kind(colour):
-    """What a cell's colour says: nothing is read, only what is needed, or more."""
-    red, _, blue = colour
-    return "nothing" if colour == (233, 235, 238) else "read" if blue > red else "over-read"
 
 
 def share(shape, process, axis):
@@ -145,7 +109,7 @@ def test_runs_are_counted_between_any_cuts(data):
     cuts = np.array(sorted({0, runs.end + 2} | inner))
     part = Part("t", Location(0, 100, np.dtype(np.uint8)), Direct(runs, 0, 0), ())
     found = amounts(
-        TransferPlan((), (part,), (), ()), Stretches([-100], cuts, np.arange(len(cuts) - 1), [("t", len(cuts) - 1)])
+        TransferPlan((), (part,), (), ()), Stretches([-100], cuts, np.arange(len(cuts) - 1), [("t", 1, len(cuts) - 1)])
     )
     expected = [sum(low <= byte < high for byte in held) for low, high in pairwise(cuts)]
     assert found.tolist() == [expected, expected]
@@ -153,14 +117,24 @@ def test_runs_are_counted_between_any_cuts(data):
 
 def test_a_leaf_is_as_wide_as_it_is_long(directory, tmp_path):
     assert stretches(read_checkpoint(directory)).bands == [
-        ("layer.{0..1}.kernel, 12.2 KiB", 64),
-        ("3 others, 213 Bytes", 1),
+        ("layer.{0..1}.kernel, 12.2 KiB in 2 tensors", 2, 64),
+        ("3 others, 213 Bytes in 3 tensors", 3, 1),
     ]
     save_file({"a": np.zeros(3, np.uint8), "none": np.zeros((0, 2), np.int8)}, tmp_path / "few.safetensors")
     few = stretches(read_checkpoint(tmp_path / "few.safetensors"))
-    assert (few.cuts.tolist(), few.bands) == ([0, 1, 2, 3], [("a, 3 Bytes", 3)])
+    assert (few.cuts.tolist(), few.bands) == ([0, 1, 2, 3], [("a, 3 Bytes", 1, 3)])
     save_file({"none": np.zeros((0, 2), np.int8)}, tmp_path / "none.safetensors")
     assert stretches(read_checkpoint(tmp_path / "none.safetensors")).cuts.tolist() == [0]
+
+
+def test_halves_of_the_tensors_of_layers_are_a_chessboard(cli, tmp_path):
+    """Six layers of an eighth of the longest leaf, which eight cells would not show."""
+    layers = {f"layers.{n}.w": np.zeros((8, 8), np.float32) for n in range(6)}
+    save_file(layers | {"long": np.zeros((6 * 64, 8), np.float32)}, tmp_path / "a.safetensors")
+    page = drawn(cli, tmp_path, tmp_path, "--mesh", "x=2", "--processes", "2", "--spec", ".=x,-")
+    assert page.drawn[:2] == [["moved", "stored"] * 6, ["stored", "moved"] * 6]
+    assert page.drawn[2:] == [["moved"] * 32 + ["stored"] * 32, ["stored"] * 32 + ["moved"] * 32]
+    assert any("that makes the chessboard" in line for line in page.lines)
 
 
 def test_leaves_of_layers_are_one_band_and_many_leaves_share_one(cli, tmp_path):
@@ -169,11 +143,11 @@ def test_leaves_of_layers_are_one_band_and_many_leaves_share_one(cli, tmp_path):
         tensors | {f"{chr(97 + n)}": np.zeros((8, 8 + n), np.float32) for n in range(26)}, tmp_path / "a.safetensors"
     )
     page = drawn(cli, tmp_path, tmp_path, "--mesh", "x=16", "--processes", "16")
-    assert "\n layers.{0..11}.w, 3.0 KiB\n" in page.text
-    assert "\n 4 others, " in page.text
-    assert len(page.cells()) == 24 * 4
-    assert "\n process  0  " in page.text
-    assert "\n process 15  " in page.text
+    assert "layers.{0..11}.w, 3.0 KiB in 12 tensors" in page.lines
+    assert any(line.startswith("4 others, ") for line in page.lines)
+    assert len(page.drawn) == 24 * 4
+    assert "process  0" in page.lines
+    assert "process 15" in page.lines
 
 
 def test_quantised_tensors_are_drawn_with_their_scales(cli, tmp_path):
@@ -200,15 +174,17 @@ def test_the_same_picture_as_svg(cli, tmp_path):
     assert (result.status, result.err) == (0, "")
     root = ElementTree.parse(tmp_path / "p.svg").getroot()
     space = "{http://www.w3.org/2000/svg}"
-    text = "".join(element.text for element in root.iter(f"{space}text")).replace("\xa0", " ")
-    assert f"Read and over-read by each process, to restore {tmp_path}" in text
-    assert " <b>&, 4.0 KiB" in text
-    colours = {element.get("fill") for element in root.iter(f"{space}rect")}
-    kinds = {kind(tuple(bytes.fromhex(colour[1:]))) for colour in colours if colour and colour != "#ffffff"}
-    assert kinds == {"read", "over-read", "nothing"}
+    lines = [element.text for element in root.iter(f"{space}text")]
+    assert f"What each process reads of {tmp_path}" in lines
+    assert "<b>&, 4.0 KiB" in lines
+    assert {element.get("class") for element in root.iter(f"{space}rect")} == {"ground", "moved", "over", "stored"}
+    width, height = map(float, root.get("viewBox").split()[2:])
+    for element in root.iter(f"{space}text"):
+        assert float(element.get("x")) + 7.8 * len(element.text) <= width
+        assert float(element.get("y")) <= height
     content = (tmp_path / "p.svg").read_text()
     assert "href" not in content
-    assert not re.search(r"url\((?!#)", content)
+    assert "url(" not in content
 
 
 def drawn(cli, tmp_path, path, *argv):
@@ -223,23 +199,25 @@ def test_over_reads_have_another_hue_and_an_advice(cli, tmp_path):
     save_file({"a": np.zeros((64, 16), np.float32), "b": np.zeros((64, 16), np.float32)}, tmp_path / "a.safetensors")
     argv = ["--mesh", "x=2", "--processes", "2", "--spec", "a=-,x", "--spec", "b=x,-"]
     page = drawn(cli, tmp_path, tmp_path, *argv)
-    kinds = [[kind(colour) for colour in row] for row in page.cells()]
-    over, exact, nothing = ["over-read"] * 64, ["read"] * 32, ["nothing"] * 32
-    assert kinds == [over, over, [*exact, *nothing], [*nothing, *exact]]
-    # The whole is darker than a part of it.
-    assert sum(page.cells()[0][20]) < sum(page.cells()[0][63])
-    assert re.search(r"^ a +4\.0 KiB +\S+ KiB +1\.98 +x,- +1\.00", page.text, re.MULTILINE)
+    over, exact, nothing = ["over"] * 64, ["moved"] * 32, ["stored"] * 32
+    assert page.drawn == [over, over, [*exact, *nothing], [*nothing, *exact]]
+    # The whole is stronger than a part of it.
+    assert page.rows[0][20][1] > page.rows[0][63][1]
+    at = page.lines.index("leaf")
+    assert page.lines[at + 6 : at + 9] == ["a", "4.0 KiB", "7.9 KiB"]
+    assert page.lines[at + 9 : at + 12] == ["1.98", "x,-", "1.00"]
 
 
 def test_a_page_is_complete_in_itself(cli, tmp_path):
     page = drawn(cli, tmp_path, QWEN3, "--mesh", "x=4", "--processes", "4", "--bandwidth", "1GB/s")
     html = (tmp_path / "page.html").read_text()
-    assert set(page.tags) == {"html", "head", "meta", "style", "body", "pre", "code", "span"}
-    assert {name for name, _ in page.attributes} == {"charset", "class", "style"}
+    assert not {"script", "link", "img", "a"} & set(page.tags)
     assert "http" not in html
     assert "url(" not in html
-    assert f"to restore {QWEN3}\n" in page.text
-    assert "estimated time" in page.text
+    assert ("content", "width=device-width, initial-scale=1") in page.attributes
+    assert "prefers-color-scheme: dark" in html
+    assert f"<title>What each process reads of {QWEN3}</title>" in html
+    assert "estimated time" in page.lines
 
 
 def test_names_are_text_and_nothing_else(cli, tmp_path):
@@ -248,9 +226,9 @@ def test_names_are_text_and_nothing_else(cli, tmp_path):
     save_file({HOSTILE: np.zeros((64, 16), np.float32)}, directory / f"{HOSTILE}.safetensors")
     page = drawn(cli, tmp_path, directory, "--mesh", "x=2", "--spec", ".=-,x", "--processes", "2")
     assert "script" not in page.tags
-    assert f"/{CLEAN}\n" in page.text
-    assert f"\n {CLEAN}, 4.0 KiB\n" in page.text
-    assert f"\n {CLEAN} " in page.text.split("leaf ")[1]
+    assert f"What each process reads of {tmp_path}/{CLEAN}" in page.lines
+    assert f"{CLEAN}, 4.0 KiB" in page.lines
+    assert CLEAN in page.lines[page.lines.index("leaf") :]
 
 
 def test_mistakes(cli, tmp_path, single):
@@ -276,7 +254,7 @@ def restored(tmp_path):
 
 
 def shown(tmp_path, *restored):
-    page = Page(str(tmp_path / "demo.html"))
+    page = Page(str(tmp_path / "demo.html"), "The demo")
     show(*restored, page)
     page.write()
     return BrowserPage((tmp_path / "demo.html").read_text(encoding="utf-8"))
@@ -284,22 +262,32 @@ def shown(tmp_path, *restored):
 
 def test_the_demo_draws_what_was_measured(restored, tmp_path):
     page = shown(tmp_path, *restored, [])
-    kinds = [[kind(colour) for colour in row] for row in page.cells()]
-    ends = ["over-read", "read"]
-    assert kinds == [["read"] * 32 + ["nothing"] * 30 + ends, ["nothing"] * 32 + ["read"] * 30 + ends]
-    assert "\n a, 64 Bytes\n" in page.text
+    ends = ["over", "moved"]
+    assert page.drawn == [["moved"] * 32 + ["stored"] * 30 + ends, ["stored"] * 32 + ["moved"] * 30 + ends]
+    assert "a, 64 Bytes" in page.lines
     assert "script" not in page.tags
-    assert "All bits are equal: 16 shards" in page.text
+    assert page.lines[1].startswith("Two processes restored ")
+    assert "All bits are equal: 16 shards, compared with the safetensors package." in page.lines
 
 
 def test_the_demo_shows_what_went_wrong(restored, tmp_path):
     page = shown(tmp_path, *restored, ["process 1: <two> of 8 shards differ"])
-    assert "\nprocess 1: <two> of 8 shards differ\n" in page.text
-    assert "All bits are equal" not in page.text
+    assert "process 1: <two> of 8 shards differ" in page.lines
+    assert not any("All bits are equal" in line for line in page.lines)
 
 
 def test_a_terminal_of_80_columns_holds_the_picture(restored):
     checkpoint, reports = restored
     drawn = stretches(checkpoint)
     reads = {report["process"] + 998: np.array(report["drawn"]) for report in reports}
-    assert max(map(len, str(picture(drawn, reads, 1000)).splitlines())) <= 80
+    assert max(map(len, str(picture(drawn, reads, 1000).text()).splitlines())) <= 80
+
+
+def test_a_terminal_without_colours_tells_the_kinds_of_cells_apart(restored, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    output = terminal(monkeypatch, 80)
+    show(*restored, [], Printer(output))
+    assert " process 0 " + "█" * 32 + "·" * 30 + "x█" in output.lines
+    assert " xxxx bytes read but not needed: a tenth of the cell or more" in output.lines
+    assert max(map(len, output.lines)) <= 80
+    assert "[3" not in output.getvalue()
