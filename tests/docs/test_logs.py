@@ -62,7 +62,7 @@ def records(monkeypatch):
 def test_the_examples(tmp_path, metrics, records, mesh):
     ost.save(tmp_path / "llama", TREE)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 3
     names = {}
     try:
         for block in blocks:
