@@ -31,7 +31,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def test_the_examples_of_a_family_of_your_own(tmp_path):
     stored = examples.make_models(tmp_path)["llama"]
     blocks = examples.python(OWN)
-    assert len(blocks) == 9
+    assert len(blocks) == 8
     names, found = {}, []
     try:
         for block in blocks:
@@ -41,12 +41,11 @@ def test_the_examples_of_a_family_of_your_own(tmp_path):
         ost.unregister()
 
     both = np.stack([stored[f"model.layers.1.mlp.{part}_proj.weight"].T for part in ("gate", "up")])
-    for params in found[1:3]:
+    for params in (found[1], found[2], found[7]):
         assert params["layers"]["mlp"]["in"].shape == (2, 2, 64, 96)
         assert np.asarray(params["layers"]["mlp"]["in"][1]).tobytes() == both.tobytes()
-    for params in found[4:6]:
+    for params in found[4:6]:  # not stacked, by a switch and by the tree
         assert np.asarray(params["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
-    assert "layers" in found[2]
     for directory in ("tuned", "again"):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert set(saved.tensors) == {name for name in stored if "inv_freq" not in name}
@@ -128,25 +127,17 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
     assert names["model"].decoder.count[...] == 0
 
 
-def test_the_examples_of_tables(tmp_path, capsys):
+def test_the_examples_of_tables(tmp_path):
     stored = examples.make_models(tmp_path)["llama"]
     others = ("from tunix", "sgl_jax", "keras_hub")  # tests/interop runs them
     blocks = [block for block in examples.python(TABLES) if not any(name in block for name in others)]
-    assert len(blocks) == 8
-    names = {}
-    try:
-        for block in blocks:
-            examples.run(block, tmp_path, names)
-            if "plan = " in block:
-                params = names["params"]
-                q = stored["model.layers.1.self_attn.q_proj.weight"]
-                assert np.asarray(params["layers"]["1"]["attention"]["q"]).tobytes() == q.T.tobytes()
-                halves = re.findall(
-                    r"^needs ([\d,]+) of ([\d,]+) bytes, and reads", capsys.readouterr().out, re.MULTILINE
-                )
-                assert [int(half.replace(",", "")) * 2 for half, _ in halves] == [names["plan"].total_bytes] * 2
-    finally:
-        ost.unregister()
+    assert len(blocks) == 4
+    names, found = {}, []
+    for block in blocks:
+        examples.run(block, tmp_path, names)
+        found.append(names["params"])
+    q = stored["model.layers.1.self_attn.q_proj.weight"]
+    assert np.asarray(found[0]["layers"]["1"]["attention"]["q"]).tobytes() == q.T.tobytes()
     tuned = {
         name: array for file in (tmp_path / "tuned").glob("*.safetensors") for name, array in load_file(file).items()
     }

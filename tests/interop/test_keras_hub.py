@@ -7,6 +7,7 @@ The models of `transformers` are tiny and random. Runs where KerasHub is install
 import importlib
 import json
 import os
+import runpy
 from typing import NamedTuple
 
 import jax
@@ -32,8 +33,7 @@ from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader  
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# The reader and the example of the page, as it has them.
-READER, EXAMPLE = (block for block in examples.python(ROOT / "docs" / "tables.md") if "keras_hub" in block)
+(EXAMPLE,) = (block for block in examples.python(ROOT / "docs" / "tables.md") if "keras_hub" in block)
 
 SIZES = {
     "vocab_size": 96,
@@ -75,9 +75,7 @@ def promotion():
 
 @pytest.fixture(scope="module")
 def keras_family():
-    names = {}
-    exec(READER, names)
-    return names["keras_family"]
+    return runpy.run_path(str(ROOT / "examples" / "keras_hub_family.py"))["keras_family"]
 
 
 def saved(case, directory):

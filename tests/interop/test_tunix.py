@@ -93,11 +93,11 @@ IMAGES = {
 }
 # What Tunix's loaders do after they have applied the table.
 EXPERTS_IN_ONE = {r"(.*)\.experts\.[0-9]+\.(\w+)\.kernel": r"\1.\2"}
-# The rows of the page for Gemma, as it has them.
-PAGE = ROOT / "docs" / "tables.md"
-ROWS: dict[str, Any] = {}
-exec(next(block for block in examples.python(PAGE) if "q_einsum" in block), ROWS)
-KEYS_AND_VALUES_IN_ONE, ALL_THREE_IN_ONE = ROWS["gemma"], ROWS["all_three"]
+KEYS_AND_VALUES_IN_ONE = {
+    r"tmp\.(layers\.\d+\.attn)\.q": (r"\1.q_einsum.w", ((0, 2, 1, 3), (4, 64, 32))),
+    r"tmp\.(layers\.\d+\.attn)\.[kv]": (r"\1.kv_einsum.w", ((0, 2, 1, 3), None)),
+}
+ALL_THREE_IN_ONE = {r"tmp\.(layers\.\d+\.attn)\.[qkv]": (r"\1.qkv_einsum.w", ((0, 2, 1, 3), None))}
 # The keys of every other layer of a large Gemma 4 are its values. The table has rows for experts, with sizes that the
 # config of a dense model does not have.
 GEMMA4_STACK = {
@@ -275,7 +275,7 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     config = tunix_model(case.kind, case.sizes).config
     model = import_tunix("tunix.models.qwen3.model")
     monkeypatch.setattr(model.ModelConfig, "qwen3_0p6b", lambda: config)
-    (block,) = (block for block in examples.python(PAGE) if "from tunix" in block)
+    (block,) = (block for block in examples.python(ROOT / "docs" / "tables.md") if "from tunix" in block)
     names = {"jax": jax, "ocp": ocp, "ost": ost, "from_table": from_table}
     exec(block.replace("/models/", f"{tmp_path}/"), names)
     leaves = nnx.to_pure_dict(nnx.state(names["qwen3"]))
