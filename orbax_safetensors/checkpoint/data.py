@@ -40,12 +40,14 @@ class DataCheck:
       tensors: how many were compared with the checksums of a save.
       files: how many were compared with the Hub's SHA-256.
       nbytes: bytes that were read.
+      unknown: files with nothing to compare them with.
     """
 
     faults: tuple[SafetensorsError, ...]
     tensors: int
     files: int
     nbytes: int
+    unknown: int
 
 
 def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsOptions) -> DataCheck:
@@ -56,6 +58,7 @@ def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsO
     """
     faults: list[SafetensorsError] = []
     checks: list[_FileCheck] = []
+    unknown = 0
     for number, stored in enumerate(checkpoint.files):
         checksums = recorded.get(posixpath.basename(stored.path))
         sha256 = checkpoint.store.sha256(stored.path)
@@ -66,11 +69,14 @@ def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsO
                     "and no SHA-256 of the Hugging Face Hub is known"
                 )
             )
+            unknown += 1
         if checksums is not None and (other := other_file(checkpoint, number, checksums)) is not None:
             faults.append(other)
             checksums = None
         if checksums is not None or sha256 is not None:
             checks.append(_FileCheck(checkpoint, number, checksums, sha256))
+    if not checks:
+        return DataCheck(tuple(faults), 0, 0, 0, unknown)
     nbytes = sum(check.nbytes for check in checks)
     store = reading(checkpoint.store, options.direct, nbytes)
     checkpoint = replace(checkpoint, store=store)
@@ -86,7 +92,7 @@ def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsO
         faults += found
         tensors += compared
         files += check.sha256 is not None and check.failure is None
-    return DataCheck(tuple(faults), tensors, files, nbytes)
+    return DataCheck(tuple(faults), tensors, files, nbytes, unknown)
 
 
 class _FileCheck:

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             ("changed tensors", done.changed_tensors),
             ("tensors", done.tensors),
             ("changed elements", done.changed_elements),
-            ("of all elements", Share(done.changed_elements / max(1, done.elements))),
+            ("share of elements", Share(done.changed_elements / max(1, done.elements))),
             ("delta", Size(done.delta_bytes)),
-            ("of the model", Share(done.delta_bytes / max(1, done.model_bytes))),
+            ("share of model", Share(done.delta_bytes / max(1, done.model_bytes))),
             ("model", Size(done.model_bytes)),
             ("time", Seconds(done.seconds)),
         ]

@@ -101,7 +101,7 @@ def _show(first: TileSource, second: TileSource, compared: Comparison, output: P
     if reshaped:
         rows = output.joined(reshaped, attrgetter("shapes"))
         output.table(
-            ("other shape", "in A", "in B"), [(text, *map(shape_text, arrays[0].shapes)) for text, arrays in rows]
+            ("different shapes", "in A", "in B"), [(text, *map(shape_text, arrays[0].shapes)) for text, arrays in rows]
         )
     values = [array for array in compared.different if array.changed is not None]
     if values:
@@ -127,4 +127,4 @@ def _show_values(arrays: Sequence[ArrayDifference], output: Printer) -> None:
         largest = max(array.largest or 0 for array in joined)
         rows.append((text, dtypes, changed, elements, f"{largest:.6g}"))
     rows.sort(key=lambda row: -float(row[-1]))
-    output.worst(("other values", "dtype", "changed", "elements", "largest difference"), rows)
+    output.worst(("different values", "dtype", "changed", "elements", "largest difference"), rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from orbax_safetensors import MappingError
@@ -40,22 +41,23 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the families for `args.model`, or all."""
     model = args.model
+    document: dict[str, Any]
     if model is not None and ("/" in model or os.path.exists(model)):
         document = _of_checkpoint(model)
     else:
         document = {"families": [_family_document(family, family.switches) for family in _for_architecture(model)]}
+    families = document["families"]
+    families.sort(key=itemgetter("family"))
     if args.json:
         output.json(document)
         return 0
     output.table(
         ("family", "switches", "architectures"),
-        (
-            (family["family"], switches_text(family["switches"]), ", ".join(family["architectures"]) or "any")
-            for family in document["families"]
-        ),
+        [(family["family"], switches_text(family["switches"])) for family in families],
+        [family["architectures"] or ["any"] for family in families],
     )
     if "config" in document:
-        shorter = [(f"--family {name}", family) for name, family in document["names"].items()]
+        shorter = [(f"--family {name}", family) for name, family in sorted(document["names"].items())]
         output.facts([("config.json has", document["config"]), *shorter])
     return 0
 

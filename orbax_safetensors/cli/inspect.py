@@ -24,6 +24,7 @@ from orbax_safetensors.checkpoint.quantized import label, quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.arguments import UsageError, add_family, family_facts, full_name, refuse, variant
 from orbax_safetensors.cli.braces import in_braces
+from orbax_safetensors.cli.layer_order import by_layer
 from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Facts, Printer, Size, shape_text
@@ -39,7 +40,8 @@ from orbax_safetensors.streaming.statistics import statistics
 _DESCRIPTION = """\
 Lists name, dtype, shape, bytes and file of every tensor. With --family, lists
 the leaves of a model's own tree, and which stored tensors each is made of. For
-a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only.
+a a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only.
+Layers are in their order: embeddings first, layer 2 before layer 10.
 
 --depth N adds up what has the same first N parts of its name, with * for a
 number, so that all layers of a model are one line. --stats NAME reads one
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             ((name, sums[unit], sums["parameters"], Size(sums["bytes"])) for name, sums in document["dtypes"].items()),
         )
     if document.get("unused"):
-        output.table(("not used",), ((text,) for text, _ in in_braces(document["unused"])))
+        output.table(("tensors not used",), ((text,) for text, _ in in_braces(document["unused"])))
     output.facts(facts)
     return 0
 
@@ -131,13 +133,15 @@ def _groups(unit: str, entries: Sequence[_Document], depth: int) -> list[_Docume
 
 
 def _with_sums(unit: str, document: _Document, args: argparse.Namespace) -> _Document:
-    """Return a document with numbers of its entries, which are its value of the key `unit`, parameters and bytes.
+    """Return a document with its entries, the value of the key `unit`, by layer, and their sums.
 
-    They are those of each dtype, the one with the most bytes first, and those of all. With `--grep`, entries with other
-    names are left out before; nothing in a document then speaks of what was left out.
+    There are sums of each dtype, the one with the most bytes first, and of all. With `--grep`, entries with other names
+    are left out before; nothing in a document then speaks of what was left out.
     """
+    entries = by_layer(document[unit], _name)
     if args.grep is not None:
-        document |= {unit: [entry for entry in document[unit] if args.grep.search(_name(entry))]}
+        entries = [entry for entry in entries if args.grep.search(_name(entry))]
+    document |= {unit: entries}
     sums = _sums(unit, document[unit], itemgetter("dtype"))
     dtypes = {name: sums[name] for name in sorted(sums, key=lambda name: (-sums[name]["bytes"], name))}
     totals = {key: sum(counts[key] for counts in sums.values()) for key in (unit, "parameters", "bytes")}

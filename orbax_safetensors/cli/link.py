@@ -21,8 +21,8 @@ from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 _DESCRIPTION = """\
 Makes .safetensors files a checkpoint of Orbax by writing an index of them.
 Orbax restores the arrays from the files as they are, without this package.
-Arrays that are scaled, cast or decoded are materialised: computed and written
-beside the index. The output calls them "made"."""
+Arrays that are scaled, cast or decoded are computed, and written beside the
+index."""
 
 _EPILOG = """\
 Without DESTINATION, writes the index beside the files. A DESTINATION that is
@@ -53,10 +53,10 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
         type=parse_bytes,
         default=MEMORY_BYTES,
         metavar="BYTES",
-        help="memory for making arrays, as 2GB (default: 2GiB)",
+        help="memory for computed arrays, as 2GB (default: 2GiB)",
     )
     parser.add_argument("--hard-links", action="store_true", help="make hard links rather than symbolic ones")
-    parser.add_argument("--plan", action="store_true", help="dry run: only print what would be made")
+    parser.add_argument("--plan", action="store_true", help="dry run: only print what would be written")
     parser.add_argument(
         "--processes", type=parse_count, metavar="N", help="with --plan: processes of the restore (default: 1)"
     )
@@ -65,7 +65,7 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
-    """Link `args.source` and print what was made, or what would be."""
+    """Link `args.source` and print what was written, or what would be."""
     arguments: dict[str, Any] = {
         "family": args.family,
         "variant": variant(args),
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             ("arrays", done.num_arrays),
             ("chunks", done.num_chunks),
             ("linked", Size(done.linked_bytes)),
-            ("made", Size(done.made_bytes)),
+            ("computed", Size(done.made_bytes)),
             *family_facts(done.family, done.variant),
             ("time", Seconds(done.seconds)),
             ("peak memory", Size(done.peak_bytes)),
@@ -112,28 +112,28 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Printer) -> in
         ("arrays", len(plan.arrays)),
         ("chunks", plan.num_chunks),
         ("linked", Size(plan.linked_bytes)),
-        ("made", Size(plan.made_bytes)),
+        ("computed", Size(plan.made_bytes)),
         ("index", Size(plan.metadata_bytes)),
     ]
     output.facts(facts)
     if plan.restore is not None:
         orbax_processes(plan.restore, "read", None, output)
     if plan.made_bytes:
-        _print_made(plan, output)
+        _print_computed(plan, output)
     if plan.restore is not None and plan.restore.over_reads:
         orbax_over_reads(plan.restore, output)
         output.line("")
         output.line(
-            "Orbax reads chunks whole, and these are cut across by shards. SafetensorsHandler reads the ranges that it "
-            "needs, and reshard stores the arrays in chunks of their shards."
+            "Orbax reads whole chunks, and shards need parts of these. SafetensorsHandler reads only the parts, and "
+            "reshard stores the arrays in chunks that fit the shards."
         )
     return 0
 
 
-def _print_made(plan: LinkPlan, output: Printer) -> None:
-    """Print the arrays to materialise: on a terminal arrays whose names differ in numbers alone are one line."""
+def _print_computed(plan: LinkPlan, output: Printer) -> None:
+    """Print the arrays to compute: on a terminal arrays whose names differ in numbers alone are one line."""
     rows = output.joined((array for array in plan.arrays if array.made is not None), attrgetter("made"))
     output.table(
-        ("to materialise", "bytes", "because"),
+        ("arrays to compute", "bytes", "because"),
         ((text, Size(sum(array.nbytes for array in arrays)), arrays[0].made or "") for text, arrays in rows),
     )

@@ -59,6 +59,10 @@ class Page(Printer):
         """Add a paragraph."""
         self._body.append(f"<p>{escape(printable(text))}</p>")
 
+    def legend(self, text: str) -> None:
+        """Add a paragraph below a table."""
+        self.line(text)
+
     def drawing(self, drawing: Drawing) -> None:
         """Add a drawing. An SVG has the last one alone."""
         self._drawing = drawing

@@ -97,7 +97,7 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
     add_spec(parser)
     add_family(parser)
     parser.add_argument(
-        "--all-processes", action="store_true", help="look at every process (default: of more than 4, at 4)"
+        "--all-processes", action="store_true", help="plan every process (default: of more than 4, only 4)"
     )
     parser.add_argument("--files", action="store_true", help="also print what each process reads of each file")
     parser.add_argument("--picture", metavar="FILE", help="also draw which process reads what, as FILE.html or .svg")

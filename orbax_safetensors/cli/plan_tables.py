@@ -58,7 +58,7 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
     output.facts(facts)
     _processes(
         output,
-        ("process", "needed", "read", "over-read", "requests", "staging", "destination"),
+        ("process", "needed", "read", "over-read", "requests", "memory for reading", "memory for arrays"),
         [
             (
                 cost.process,
@@ -73,6 +73,7 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
         ],
         time,
     )
+    output.legend("needed: bytes of its shards in the files; over-read: read / needed")
     if files:
         _files_read(plan.processes, output)
     if plan.most_requests:
@@ -199,17 +200,18 @@ def orbax_over_reads(plan: OrbaxRestorePlan, output: Printer) -> None:
             for text, leaves, reads in _most_wasteful(rows)
         ],
     )
+    output.legend("chunk: as stored; instead: a chunk that fits the shards")
 
 
 def _mesh_facts(mesh: Mapping[str, int]) -> Facts:
     return [("mesh", mesh_text(mesh)), ("devices", prod(mesh.values()))]
 
 
-def _process_facts(process_count: int, looked_at: Sequence[int]) -> Facts:
-    """Return how many processes there are, and which of them a plan looks at."""
+def _process_facts(process_count: int, shown: Sequence[int]) -> Facts:
+    """Return how many processes there are, and which of them a plan has."""
     facts: Facts = [("processes", process_count)]
-    if len(looked_at) < process_count:
-        facts.append(("looked at", ", ".join(map(str, looked_at))))
+    if len(shown) < process_count:
+        facts.append(("processes shown", ", ".join(map(str, shown))))
     return facts
 
 
@@ -259,6 +261,7 @@ def _over_reads(scenario: Scenario, output: Printer) -> None:
             advice = axes_text(best.axes), f"{best.over_read:{digits}}"
         rows.append((text, Size(reads.needed_bytes), Size(reads.read_bytes), reads.over_read, *advice))
     output.worst(("leaf", "needed", "read", "over-read", "instead", "then"), rows)
+    output.legend("instead: AXES for --spec that read less; then: the over-read with them")
 
 
 def _most_wasteful(rows: Iterable[tuple[str, list[_OverRead]]]) -> list[tuple[str, list[_OverRead], Reads]]:

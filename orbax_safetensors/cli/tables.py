@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -17,8 +16,6 @@ from orbax_safetensors.errors import printable
 from orbax_safetensors.format.amounts import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from orbax_safetensors.cli.drawing import Drawing
 
 # Rows that a terminal has of a table of the worst.
@@ -67,30 +64,6 @@ def _for_programs(cell: Cell) -> str:
     return printable(cell) if isinstance(cell, str) else f"{cell:.6g}" if isinstance(cell, float) else str(int(cell))
 
 
-def _drawn(columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Iterable[Sequence[str]] | None) -> Table:
-    """Return a table for a terminal that wraps what is too wide and cuts nothing off."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    texts = [[Text(for_people(cell)) for cell in row] for row in rows]
-    headings = [*columns]
-    if notes is not None:
-        headings = [f"{columns[0]}\n  {columns[-1]}", *columns[1:-1]]
-        for row, lines in zip(texts, notes, strict=True):
-            row[0].append("".join(f"\n  {printable(line)}" for line in lines), "dim")
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
-    for heading, cell in zip_longest(headings, rows[0] if rows else ()):
-        if isinstance(cell, int | float):
-            # A line for each word, because rich folds long names before it wraps headings.
-            table.add_column(heading.replace(" ", "\n"), justify="right", overflow="fold")
-        else:
-            table.add_column(heading, overflow="fold")
-    for row in texts:
-        table.add_row(*row)
-    return table
-
-
 class Printer:
     """Where a command prints its results: blocks, with an empty line between them."""
 
@@ -114,6 +87,13 @@ class Printer:
         self._text(printable(text))
         self._blocks += 1
 
+    def legend(self, text: str) -> None:
+        """Print for people what the headings of the table above mean."""
+        if self._console is not None:
+            from rich.text import Text
+
+            self._console.print(Text(f" {text}", "dim"))
+
     def drawing(self, drawing: Drawing) -> None:
         """Print a drawing; in a pipe nothing is drawn."""
         if self._console is not None:
@@ -129,12 +109,19 @@ class Printer:
     ) -> None:
         """Print a table with a line of headings. Columns that begin with a number are aligned to the right.
 
-        A terminal that is too narrow for a cell has it on several lines. `notes` are lines of text for each row: on a
-        terminal they stand below its first cell, elsewhere they are the last of the `columns`.
+        `notes` are lines of text for each row: on a terminal they stand below its first cell, elsewhere they are the
+        last of the `columns`.
         """
         self._space()
         if self._console is not None:
-            self._console.print(_drawn(columns, list(rows), notes))
+            from orbax_safetensors.cli.drawn_table import drawn_table
+
+            columns, rows = list(columns), list(rows)
+            heading = [] if notes is None else [columns.pop()]
+            lines = [[]] * len(rows) if notes is None else [list(map(printable, note)) for note in notes]
+            numbers = [isinstance(cell, int | float) for cell in (rows[0] if rows else columns)]
+            texts = [[for_people(cell) for cell in row] for row in rows]
+            self._console.print(drawn_table(self._console, columns, numbers, texts, [heading, *lines]))
             return
         if notes is not None:
             rows = ((*row, ", ".join(lines)) for row, lines in zip(rows, notes, strict=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
+from orbax_safetensors.storage.paths import absolute_path, is_url
 
 # argparse leaves this text as it is.
 _DESCRIPTION = """\
@@ -27,7 +30,7 @@ With --data, reads every byte, and compares it with the checksums that a save
 has recorded, and with the SHA-256 that the Hugging Face Hub has of a file:
 for hf:// URLs, its cache, and directories that it was downloaded to. The last
 line says what was compared with what. A file with nothing to compare it with
-is a fault.
+is a fault; the output then says how to ask the Hub.
 
 Of a checkpoint of Orbax, and of files that a link or a save has made one,
 reads everything that Orbax reads, except chunks of arrays."""
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         output.line(str(fault))
     if data is not None:
         output.line(f"{args.path}: {_compared(data)}")
+        if data.unknown and not is_url(absolute_path(args.path)):
+            _advise(args.path, output)
     if faults:
         return 1
     path, checked = _checked(args.path, checkpoint)
@@ -86,6 +91,16 @@ def _compared(data: DataCheck) -> str:
     if data.files:
         compared.append(f"{_count(data.files, 'file')} with the SHA-256 of the Hugging Face Hub")
     return f"compared {' and '.join(compared) or 'nothing'}, {data.nbytes:,} bytes read"
+
+
+def _advise(path: str, output: Printer) -> None:
+    """Say how to compare files with the Hub, if nothing beside them says what it has."""
+    directory = shlex.quote(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+    output.line("")
+    output.line("To compare files that were downloaded with what the Hugging Face Hub has:")
+    output.line(f"  hf cache verify OWNER/NAME --local-dir {directory}")
+    output.line("or, without it, the SHA-256 on https://huggingface.co/OWNER/NAME/blob/main/FILE with:")
+    output.line(f"  sha256sum {directory}/*.safetensors")
 
 
 def _count(number: int, noun: str) -> str:

@@ -185,8 +185,9 @@ def _is_for(architecture: str, config: Mapping[str, Any]) -> bool:
 
 def architecture_text(config: Mapping[str, Any]) -> str:
     """Return how a message names a config's architecture."""
-    if config.get("architectures"):
-        return f"architectures {config['architectures']}"
+    if architectures := config.get("architectures"):
+        names = architectures if isinstance(architectures, list | tuple) else [architectures]
+        return f"architecture {', '.join(map(str, names))}"
     if "model_type" in config:
-        return f"model_type {config['model_type']!r}"
+        return f"model_type {config['model_type']}"
     return "a checkpoint without config.json" if not config else "a config.json that names no architecture"

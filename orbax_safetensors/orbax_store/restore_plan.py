@@ -76,14 +76,14 @@ def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process
     fit the arrays: each of its patterns must match an array whose dimensions its axes divide.
     """
     leaves = {name: leaf for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
+    sharding.check((name, leaf.shape) for name, leaf in leaves.items() if leaf.kind in ARRAYS)
     return plan_arrays(leaves, sharding, process_count, checkpoint.stored_bytes())
 
 
 def plan_arrays(
     leaves: Mapping[str, OrbaxLeaf], sharding: Partition, process_count: int, file_bytes: int | None
 ) -> OrbaxRestorePlan:
-    """Plan a restore of arrays by name, in files of `file_bytes` together; see `plan_orbax_restore`."""
-    sharding.check((name, leaf.shape) for name, leaf in leaves.items() if leaf.kind in ARRAYS)
+    """Plan a restore of arrays by name, which fit `sharding`, in files of `file_bytes`; see `plan_orbax_restore`."""
     devices = prod(sharding.mesh.values())
     owners = [device * process_count // devices for device in range(devices)]
     known: dict[tuple[object, ...], np.ndarray] = {}

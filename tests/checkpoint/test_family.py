@@ -491,7 +491,7 @@ class TestErrors:
         with ost.SafetensorsCheckpointer(family="maxtext") as one, pytest.raises(ost.MappingError, match="maxtext"):
             one.metadata(model)
         assert checkpointer(family="maxtext").metadata(model).item_metadata is None
-        assert "no family is for architectures ['ToyForCausalLM']" in caplog.text
+        assert "no family is for architecture ToyForCausalLM" in caplog.text
 
     def test_an_unknown_switch(self, model):
         with pytest.raises(ost.MappingError, match="no switch 'scan'.*; it has scan_layers, vocab_size"):

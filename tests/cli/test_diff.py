@@ -42,9 +42,9 @@ def test_each_kind_of_difference_has_a_table(cli, single, changed):
     assert result.blocks[:4] == [
         [["only in A"], ["steps"]],
         [["only in B"], ["added"]],
-        [["other shape", "in A", "in B"], ["odd", "[13]", "[12]"]],
+        [["different shapes", "in A", "in B"], ["odd", "[13]", "[12]"]],
         [
-            ["other values", "dtype", "changed", "elements", "largest difference"],
+            ["different values", "dtype", "changed", "elements", "largest difference"],
             ["layer.0.kernel", "float32", "1", "3072", "2"],
             ["layer.0.bias", "float32 and float64", "0", "48", "0"],
         ],

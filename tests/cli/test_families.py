@@ -12,6 +12,7 @@ QWEN3 = TESTDATA / "maxtext" / "qwen3" / "hf"
 def test_all(cli):
     found = json.loads(cli("families", "--json").out)["families"]
     assert {family["family"] for family in found} >= {"maxtext.qwen3", "tunix.qwen3", "flax.paths", "dequantized"}
+    assert [family["family"] for family in found] == sorted(family["family"] for family in found)
     for family in found:
         registry.find(family["family"], {"architectures": family["architectures"]}).check_variant(family["switches"])
     (table,) = cli("families").blocks
@@ -36,8 +37,9 @@ def test_an_architecture_that_is_misspelt(cli):
 def test_those_for_a_checkpoint(cli):
     """The switches are those that `inspect` uses."""
     found = json.loads(cli("families", QWEN3, "--json").out)
-    assert found["config"] == "architectures ['Qwen3ForCausalLM']"
+    assert found["config"] == "architecture Qwen3ForCausalLM"
     assert found["names"] == {"maxtext": "maxtext.qwen3", "tunix": "tunix.qwen3"}
+    assert "[" not in cli("families", QWEN3).out
     assert cli("families", QWEN3).facts["--family maxtext"] == "maxtext.qwen3"
     maxtext, tunix = found["families"]
     assert maxtext["switches"] == {"scan_layers": True, "param_scan_axis": 1}
@@ -54,6 +56,6 @@ def test_a_checkpoint_that_no_family_is_for(cli, tmp_path):
     (model / "config.json").write_text('{"architectures": ["OddForCausalLM"]}')
     result = cli("families", model)
     assert (result.status, result.out) == (1, "")
-    assert result.err == f"error: {model}: no family is for architectures ['OddForCausalLM']\n"
+    assert result.err == f"error: {model}: no family is for architecture OddForCausalLM\n"
     (model / "config.json").unlink()
     assert cli("families", model).err == f"error: {model}: no family is for a checkpoint without config.json\n"

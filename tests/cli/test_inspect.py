@@ -228,3 +228,13 @@ def test_statistics_have_one_name(cli, model):
 def test_formats_of_quantised_tensors(cli, checkpoint, expected):
     tensors = json.loads(cli("inspect", TESTDATA / "quantized" / checkpoint, "--json").out)["tensors"]
     assert {tensor["quantized"] for tensor in tensors} - {None} == expected
+
+
+def test_layers_are_in_their_order(cli, tmp_path):
+    names = ["model.embed_tokens", "model.layers.2.a", "model.layers.2.b", "model.layers.10.a", "lm_head"]
+    save_file({name: np.zeros(1, np.float32) for name in sorted(names)}, tmp_path / "a.safetensors")
+    assert [row[0] for row in cli("inspect", tmp_path).blocks[0][1:]] == names
+    found = json.loads(cli("inspect", tmp_path, "--json").out)["tensors"]
+    assert [tensor["name"] for tensor in found] == names
+    chosen = cli("inspect", tmp_path, "--grep", "a$|b$").blocks[0][1:]
+    assert [row[0] for row in chosen] == names[1:4]

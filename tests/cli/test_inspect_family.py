@@ -124,7 +124,7 @@ def test_tensors_that_no_leaf_uses(cli, model):
 
     path = model(tie)
     result = cli("inspect", path, "--family", "maxtext")
-    assert result.blocks[1] == [["not used"], ["lm_head.weight"]]
+    assert result.blocks[1] == [["tensors not used"], ["lm_head.weight"]]
     assert result.facts["tensors used"] == "35"
     assert result.facts["tensors not used"] == "1"
     found = tree(cli, path, "maxtext")

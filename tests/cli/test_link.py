@@ -21,7 +21,7 @@ def test_a_link_is_a_checkpoint_of_orbax(cli, tmp_path):
     done = cli("link", QWEN, tmp_path / "to", *FAMILY)
     assert done.status == 0
     assert done.facts["path"] == str(tmp_path / "to")
-    assert done.facts["made"] == "0"
+    assert done.facts["computed"] == "0"
     assert done.facts["family"] == "maxtext.qwen3 scan_layers=true param_scan_axis=1"
     tree = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(tmp_path / "to")
     own = {
@@ -58,8 +58,8 @@ def test_a_plan_with_a_mesh(cli, tmp_path):
     whole = cli(*asked)
     inner = cli(*asked, "--spec", "wi_0.kernel=fsdp")
     assert whole.status == inner.status == 0
-    assert "Orbax reads chunks whole" not in whole.out
-    assert "Orbax reads chunks whole" in inner.out
+    assert "Orbax reads whole chunks" not in whole.out
+    assert "Orbax reads whole chunks" in inner.out
     headings, *rows = inner.blocks[1]
     assert headings == ["process", "needed", "read", "over-read", "chunks"]
     assert len(rows) == 2

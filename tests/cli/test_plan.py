@@ -66,7 +66,8 @@ def test_a_pipe_gets_lines_of_fields(cli, directory):
     assert dict(facts)["mesh"] == "data=2,model=4"
     assert dict(facts)["devices"] == "8"
     assert dict(facts)["requests to open"] == str(2 + len(FILES))
-    assert processes[0] == ["process", "needed", "read", "over-read", "requests", "staging", "destination"]
+    memory = ["memory for reading", "memory for arrays"]
+    assert processes[0] == ["process", "needed", "read", "over-read", "requests", *memory]
     assert [row[0] for row in processes[1:]] == ["0", "1", "2", "3"]
     assert files[0] == ["process", "file", "needed", "read", "over-read", "requests"]
     assert [row[:2] for row in files[1:]] == [[str(process), file] for process in range(4) for file in FILES]
@@ -207,8 +208,9 @@ def test_a_terminal_has_the_worst_with_layers_as_one(monkeypatch, wide, columns)
     rows = [line.split() for line in lines[heading + 2 :]]
     assert rows[0] == ["layer.0.a.big", "16.0", "KiB", "31.9", "KiB", "2.00", "x,-", "1.00"]
     assert rows[1] == ["layer.{0..1}.a.kernel", "8.0", "KiB", "15.9", "KiB", "1.98", "x,-", "1.00"]
-    assert len(rows) == 11
-    assert rows[-1] == ["and", "3", "more;", "--json", "has", "all"]
+    assert len(rows) == 12
+    assert rows[-1][0] == "instead:"
+    assert rows[-2] == ["and", "3", "more;", "--json", "has", "all"]
 
 
 TIMED = ["--bandwidth", "1MB/s", "--latency", "10ms", "--streams", "2"]

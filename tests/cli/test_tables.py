@@ -48,6 +48,35 @@ def test_a_terminal_gets_a_table_for_people(monkeypatch):
     ]
 
 
+def test_a_name_that_is_a_little_too_long_goes_on_after_a_dot(monkeypatch):
+    shown = terminal(monkeypatch, 60)
+    Printer(shown).table(("name", "bytes"), [("model.layers.{0..35}.post_attention_layernorm.weight", Size(64))])
+    assert shown.lines[2:] == [
+        " model.layers.{0..35}.post_attention_layernorm.    64 Bytes",
+        "   weight",
+    ]
+
+
+def test_names_that_leave_no_room_for_the_rest_have_their_own_lines(monkeypatch):
+    shown = terminal(monkeypatch, 40)
+    name = "model.layers.0.post_attention_layernorm"
+    rows = [(name, "BF16", Size(64)), ("x", "F32", Size(4000)), ("y", "", "")]
+    Printer(shown).table(("name", "dtype", "bytes", "made of"), rows, [["z"], [], []])
+    assert shown.lines == [
+        " name",
+        "   dtype     bytes",
+        "   made of",
+        "─" * 40,
+        " model.layers.0.",
+        "   post_attention_layernorm",
+        "   BF16   64 Bytes",
+        "   z",
+        " x",
+        "   F32     3.9 KiB",
+        " y",
+    ]
+
+
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_narrow_terminal_folds_long_names_and_cuts_off_nothing(monkeypatch, columns):
     shown = terminal(monkeypatch, columns)

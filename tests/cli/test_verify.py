@@ -59,7 +59,12 @@ def test_data_with_nothing_to_compare_it_with(cli, directory):
     assert result.status == 1
     for file, line in zip(FILES, lines, strict=False):
         assert line.startswith(f"{directory / file}: there is nothing to check its data against")
-    assert lines[-1] == f"{directory}: compared nothing, 0 bytes read"
+    assert lines[2] == f"{directory}: compared nothing, 0 bytes read"
+    assert f"  hf cache verify OWNER/NAME --local-dir {directory}" in lines
+    assert f"  sha256sum {directory}/*.safetensors" in lines
+    assert (
+        f"  hf cache verify OWNER/NAME --local-dir {directory}\n" in cli("verify", "--data", directory / FILES[0]).out
+    )
 
 
 def test_json(cli, directory, tmp_path):
