@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.typing import DTypeLike
 
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
@@ -260,7 +261,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     like: epath.PathLike | None = None
     rest: Rest = "copy"
     index: bool | None = None
-    dtype: Any = None
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None
 
 
 def checked(args: Any, kind: type[_Args]) -> _Args:

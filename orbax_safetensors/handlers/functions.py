@@ -115,7 +115,7 @@ def save(
     config: Any = None,
     like: PathLike | None = None,
     rest: Rest = "copy",
-    dtype: Any = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     metadata: Mapping[str, str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     index: bool | None = None,
@@ -134,8 +134,7 @@ def save(
       path: a directory that does not exist, or the URL of one on an object store.
       tree: of `jax.Array`s with any sharding, NumPy arrays and scalars, the same in every process.
       family, variant, config, like, rest, metadata, max_file_bytes, index: as for `SafetensorsSave`.
-      dtype: to cast arrays of floating point to while writing, as for `load`: one for all of them, or dtypes by
-        pattern: the first pattern that matches (`re.search`) a leaf's name counts. A config names the new dtype.
+      dtype: what to cast floating-point arrays to while writing, as for `load`. A config names the new dtype.
       force: put the new checkpoint in the place of all that is in `path`, which must be a checkpoint or empty, once it
         is complete. On a file system, `path` is there at every moment, and a save that fails changes nothing.
       overwrite: the same, as Orbax's v1 API calls it.

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.leaf import Leaf
@@ -88,7 +89,7 @@ def plan_save(
     config: Any = None,
     like: PathLike | None = None,
     rest: Rest = "copy",
-    dtype: Any = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     process_count: int | None = None,
     all_processes: bool = False,
     options: SafetensorsOptions | None = None,
