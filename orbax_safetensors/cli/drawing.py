@@ -22,7 +22,7 @@ _LETTERS = {"stored": "·", "over": "x"}
 _PALEST = 0.3
 
 # Of an SVG, in its units: the height of a row, and the widths of a cell and of a character of 13 units.
-_ROW, _CELL, _CHARACTER = 20, 9, 7.9
+_ROW, _CELL, _CHARACTER = 20, 7, 7.9
 _MARGIN = 16
 _SVG_STYLE = """\
 text { font: 13px ui-monospace, Menlo, "DejaVu Sans Mono", monospace; fill: var(--ink); white-space: pre; }
