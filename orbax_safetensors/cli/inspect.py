@@ -40,7 +40,7 @@ from orbax_safetensors.streaming.statistics import statistics
 _DESCRIPTION = """\
 Lists name, dtype, shape, bytes and file of every tensor. With --family, lists
 the leaves of a model's own tree, and which stored tensors each is made of. For
-a a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only.
+a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only.
 Layers are in their order: embeddings first, layer 2 before layer 10.
 
 --depth N adds up what has the same first N parts of its name, with * for a
