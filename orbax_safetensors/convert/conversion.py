@@ -90,7 +90,7 @@ def convert(
     progress: Progress | bool | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Conversion:
-    """Convert a checkpoint of safetensors files to one of Orbax, or back, in tiles; or make a plain one of quantised.
+    """Convert safetensors files to a checkpoint of Orbax, or back, in tiles; or decode a quantised checkpoint.
 
     ```python
     ost.convert("/models/qwen3", "/models/maxtext", to="orbax", family="maxtext")
@@ -98,42 +98,42 @@ def convert(
     ost.convert("/models/qwen3", "/models/plain", to="safetensors", family="dequantized")
     ```
 
-    Memory holds only tiles, within `memory_bytes`. Every process of a program calls this alike and moves its part.
-    Until all is there, no reader can open the destination: the unfinished checkpoint has the name that Orbax gives it,
-    or is in `<destination>.partial`; it stays after a failure, for a call with `resume`.
+    Memory holds tiles, within `memory_bytes`. Every process of a program makes the same call and moves its part. No
+    reader opens the destination before it is complete. An unfinished checkpoint has Orbax's name for one, or is in
+    `<destination>.partial`, and stays after a failure for a call with `resume`.
 
     Args:
-      source: files, or a directory, as for `open_checkpoint`; or a checkpoint as for `open_orbax`. Either may be a URL.
-      destination: for Orbax, a directory of steps, also as a `gs://` URL, in which `<destination>/<step>/items` is
-        made; for safetensors, a directory that must not be there yet.
+      source: safetensors files, as for `open_checkpoint`, or a checkpoint of Orbax: an item, a step, or a directory of
+        steps. Either may be a URL.
+      destination: to Orbax, a directory of steps, which gets `<destination>/<step>/items`; `gs://` works too. To
+        safetensors, a new directory.
       to: `"orbax"` or `"safetensors"`.
       family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata. To
-        safetensors, switches are those that a conversion has recorded in the checkpoint, and `scan_layers` that which
-        MaxText has, unless `variant` has others. Without a family, arrays are tensors of the same names. From
-        safetensors to safetensors, the family is `"dequantized"`: names stay, quantised tensors become plain ones.
-      config: to safetensors, the content of the `config.json` to write, an object whose `to_dict` returns that, the
-        path of such a file, or a directory with one, of which all small files but weights are also copied.
-        From safetensors, by default what stands beside the source, without what it says of quantisation.
+        safetensors, `variant` takes precedence over the switches that a conversion or MaxText has recorded in the
+        checkpoint. Without a family, arrays are tensors of the same names. From safetensors to safetensors, the family
+        is `"dequantized"`: names stay, quantised tensors become plain ones.
+      config: to safetensors, the `config.json` to write: its content, an object with a `to_dict`, the path of a file,
+        or a directory; small files of the directory other than weights are also copied. From safetensors, the default
+        is the config beside the source, without its `quantization_config`.
       dtype: what to cast floating-point arrays to: one dtype for all, which also enters the config, or a dict from
         patterns to dtypes. The first pattern that `re.search` finds in an array's name counts. To Orbax, names are
         those of `spec`, to safetensors those of the tensors. Other arrays keep their dtype.
-      mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
-        array's dimensions, as for `reshard`. Names are those of `open_checkpoint(source, family=family).leaves`, for
-        example `params.decoder.decoder_norm.scale`. The chunks of arrays are the shards that devices will have.
+      mesh, spec: to Orbax, the mesh and the partitions for which chunks are cut, as for `reshard`. Names are those of
+        `open_checkpoint(source, family=family).leaves`, for example `params.decoder.decoder_norm.scale`.
       like: to Orbax, instead of mesh and spec, the target of a restore, as for `reshard`.
       step: to Orbax, the number of the step.
       compression: to Orbax, whether chunks are compressed.
-      memory_bytes: for tiles on their way, with all buffers that they need.
+      memory_bytes: host memory for tiles and their buffers.
       resume: go on with what a call with the same arguments has left unfinished.
-      progress: called now and then with the bytes that this process has moved, and with those of its whole part. An
-        exception of `progress` ends the conversion and passes to the caller; other processes raise a `StorageError`.
-        By default that of `options`. True draws a bar on stderr.
-      options: `direct` counts, and `storage_options` for safetensors files behind a URL and for a config. Orbax reaches
-        its checkpoints with credentials of the environment.
+      progress: True for a bar on stderr, or a function that gets the bytes that this process has moved, and all bytes
+        of its part. The default is that of `options`. An exception of the function ends the conversion and reaches the
+        caller; other processes raise a `StorageError`.
+      options: `direct`, `progress`, and `storage_options` for safetensors files behind a URL and for a config. Orbax
+        reaches its checkpoints with credentials of the environment.
 
     Raises:
-      StorageError: the destination is there already, its file system has too little room, or something cannot be
-        read or written or changed meanwhile.
+      StorageError: the destination exists, its file system has too little room, or a file cannot be read or written,
+        or changed meanwhile.
       TensorMismatchError: mesh, spec or dtype does not fit the arrays, or `resume` finds another conversion.
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
@@ -172,30 +172,30 @@ def reshard(
     progress: Progress | bool | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Conversion:
-    """Store a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
+    """Store a checkpoint again in its own format, laid out for another mesh, in tiles; see `convert`.
 
     ```python
     ost.reshard("/models/qwen3", "/models/for-4", mesh={"fsdp": 4}, spec={"proj.weight$": ("fsdp", None)})
     ```
 
-    Of Orbax, all items of a step are stored anew: trees in other chunks, which are the shards that devices will have
-    or smaller chunks that make up these; items that are not trees are copied. Names, metadata and handlers are kept,
-    and without a mesh also the recorded shardings. Safetensors checkpoints get one file for each device of the mesh, as
-    PyTorch's distributed checkpoints have one for each rank, in which each shard is one range; without a mesh, they are
-    laid out anew in files of at most `max_file_bytes`. Files beside them are copied.
+    Of a step of Orbax, `reshard` stores all items. Trees get chunks that are shards, or even parts of shards; other
+    items are copied. Names, metadata and handlers are kept, and without a mesh also the recorded shardings.
+
+    A safetensors checkpoint gets one file for each device of the mesh, in which each shard is one range, like PyTorch's
+    distributed checkpoints. Without a mesh, tensors go into files of at most `max_file_bytes`. Files beside them are
+    copied.
 
     Args:
       source: the directory of a step of Orbax, of steps (the latest counts) or of one item; or safetensors files.
       destination: as for `convert`. A step of Orbax keeps the name of its directory, in this directory; an item alone
         becomes this directory.
-      mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
-      spec: by pattern (`re.search`) of the name of an array in its item, for each leading dimension of the array the
-        axis that shards it, several axes in a tuple, or None; a `PartitionSpec` is accepted as well. The first pattern
-        that matches a name counts; arrays that no pattern matches are not sharded. Axes have to divide the dimensions,
-        as JAX requires: arrays that a pattern does not fit are left whole, with a warning, and each pattern has to fit
-        at least one array.
-      like: instead of mesh and spec, the target of a restore: a tree with the names of the checkpoint, of objects with
-        a `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. Arrays without one are not sharded.
+      mesh: the sizes of axes by name, such as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
+      spec: a dict from patterns to partitions. The first pattern that `re.search` finds in an array's name counts. A
+        partition has an entry for each leading dimension: an axis, a tuple of axes, or None; a `PartitionSpec` works
+        too. Other arrays are not sharded. Axes have to divide the dimensions: an array that its partition does not fit
+        stays whole, with a warning, and each pattern has to fit at least one array.
+      like: the target of a restore, instead of mesh and spec: a tree with the names of the checkpoint, whose leaves
+        have a `sharding`, such as `jax.ShapeDtypeStruct`. Arrays without one are not sharded.
       max_file_bytes: as for `SafetensorsSave`.
       compression, memory_bytes, resume, progress, options: as for `convert`.
 

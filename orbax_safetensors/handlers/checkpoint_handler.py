@@ -224,8 +224,8 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
       item: a tree of `jax.Array` with any sharding, NumPy arrays and Python or NumPy scalars; every process passes the
         same. A tensor's name is its leaf's key path joined by dots. Leaves that are `ocp.PLACEHOLDER`, and None, are
         left out.
-      save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` counts: a cast while writing. It may
-        have leaves for empty nodes, too.
+      save_args: a tree of `ocp.SaveArgs` of the same structure, whose `dtype` is a cast while writing; leaves for empty
+        nodes are ignored.
       metadata: text for the header of every file, besides `{"format": "pt"}`.
       max_file_bytes: the most that a file holds; more tensors go into several files with an index. 5 GB as on the Hub.
       family, variant: as for `SafetensorsRestore`; the save stores the tensors that the tree is made of.

@@ -41,9 +41,9 @@ def register(*families: Family | str, save: bool = False, variant: Mapping[str, 
 
     For a model package's `__init__`. From then on `ocp.PyTreeCheckpointHandler()`, `ocp.StandardCheckpointHandler()`
     and what is built on them restore what `SafetensorsTypeHandler` has saved, and directories from Hugging Face if an
-    `item` describes the tree; they do everything else exactly as before. With `save`, those that are made from then on
-    also save array leaves as safetensors, unless the format cannot hold them. May be called again and from any thread:
-    a registration stays until `unregister`.
+    `item` describes the tree; they do everything else as before. With `save`, handlers that are made from then on also
+    save array leaves as safetensors, unless the format cannot hold them. May be called again and from any thread: a
+    registration stays until `unregister`.
 
     Args:
       families: for checkpoints of their architectures, unless a call names another family: a `mapping.Family`, the name

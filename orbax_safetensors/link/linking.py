@@ -68,19 +68,18 @@ def link(
     resume: bool = False,
     progress: Progress | bool | None = None,
 ) -> Link:
-    """Make safetensors files a checkpoint of Orbax by writing down where each chunk of each array lies in them.
+    """Make safetensors files a checkpoint of Orbax by writing an index of the bytes of each chunk.
 
     ```python
     ost.link("/models/qwen3", "/models/linked", family="maxtext")
     params = ocp.PyTreeCheckpointer().restore("/models/linked")  # stock Orbax, MaxText's tree
     ```
 
-    Orbax then restores the arrays, or a family's tree of them, from these files, without this package. Arrays that
-    differ from the files, because they are scaled, cast, decoded or permuted inside of a dimension, are made as
-    `convert` makes them, in `memory_bytes`. The files must not change afterwards, except together with the index;
-    `verify` checks that.
+    Orbax then restores the arrays, or a family's tree of them, from these files, without this package. Arrays whose
+    bytes are not in the files, because they are scaled, cast, decoded or permuted within a dimension, are computed as
+    by `convert`, in `memory_bytes`. The files must not change afterwards without their index; `verify` checks that.
 
-    Every process of a program calls this alike.
+    Every process of a program makes the same call.
 
     Args:
       source: files, or a directory, as for `open_checkpoint`, on a file system, or a `gs://` directory.
@@ -91,15 +90,15 @@ def link(
       family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
       mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
       chunk_bytes: the most bytes of a chunk, if its dimensions divide well.
-      memory_bytes: for the arrays that have to be made.
+      memory_bytes: host memory for arrays that are computed.
       hard_links: link the files by hard links.
       resume: go on with what a call with the same arguments has left unfinished.
-      progress: called now and then with the bytes that this process has made, and with those of its whole part. An
-        exception of `progress` passes to the caller; other processes raise a `StorageError`. True draws a bar.
+      progress: True for a bar, or a function that gets the bytes that this process has computed, and all bytes of its
+        part. An exception of the function reaches the caller; other processes raise a `StorageError`.
 
     Raises:
-      StorageError: something is in the way, the file system has too little room for the arrays that have to be made, or
-        something cannot be read or written.
+      StorageError: the destination exists, the file system has too little room for arrays that are computed, or a file
+        cannot be read or written.
       TensorMismatchError: mesh or spec do not fit the arrays, or `resume` finds another link.
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.

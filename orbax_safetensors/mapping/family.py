@@ -104,7 +104,7 @@ class Tree(dict[str, View]):
     Attributes:
       unused: regular expressions for the whole names of stored tensors that the views may leave out, wholly or partly.
       optional: regular expressions for whole tree paths; these leaves are left out if none of their tensors is stored.
-      shared: names of stored tensors of which several leaves may be made; a save writes those that are enough.
+      shared: names of stored tensors that several leaves may use; a save takes as many leaves as it needs.
     """
 
     def __init__(

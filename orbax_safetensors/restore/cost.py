@@ -91,7 +91,7 @@ class RestorePlan:
         sharded over the same mesh.
       process_count: how many processes restore.
       processes: the cost for each process that the plan looks at, the first and the last among them.
-      over_reads: the leaves of which these read more than 1.1 times the needed bytes, the most wasteful first.
+      over_reads: leaves for which these processes read more than 1.1 times the needed bytes, the worst first.
       most_requests: the leaves that make at least a tenth of their requests, those with the most first, if a process
         makes more than 1,000 on average, for less than 1 MiB each.
       ways: how leaves are made of stored bytes, on the first process: the way of most bytes first. The devices of an
