@@ -86,8 +86,8 @@ def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
         value: Any = leaf
         if is_random(leaf.dtype):
             raise TensorMismatchError(
-                f"{name!r}: an array of {leaf.dtype} cannot be stored; leave it out, as nnx.state(model, nnx.Param) "
-                "does, or save jax.random.key_data of it and restore it with jax.random.wrap_key_data"
+                f"{name!r}: an array of {leaf.dtype} cannot be stored; leave it out, as nnx.state(model, (nnx.Param, "
+                "nnx.BatchStat)) does, or save jax.random.key_data of it and restore it with jax.random.wrap_key_data"
             )
         if described:
             canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)

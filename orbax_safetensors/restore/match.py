@@ -190,7 +190,8 @@ def _wrong_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
     problems = []
     if missing := [name for name in requested if name not in stored]:
         keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
-        advice = " (random keys are not stored; leave them out, as nnx.state(model, nnx.Param) does)" if keys else ""
+        stored_of_model = "nnx.state(model, (nnx.Param, nnx.BatchStat))"
+        advice = f" (random keys are not stored; leave them out, as {stored_of_model} does)" if keys else ""
         if all(type(leaf) is int and not hint(name, stored) for name, leaf in requested.items()):
             advice += f" (for a mesh, pass {MESH} rather than sizes)"
         if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
