@@ -87,14 +87,16 @@ def parse_config(file: File) -> dict[str, Any]:
 def quantization_config(config: Mapping[str, Any]) -> Any:
     """Return how tensors are quantised: by the whole model's config, or by that of its text model.
 
-    MLX names no method; a config of its own key, whose copies other programs read, gets its name.
+    MLX's own key comes first: what other keys say is a copy of it, or is of the tensors that MLX has quantised. MLX
+    names no method.
     """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
+        if isinstance(mlx := part.get(_MLX_KEY), Mapping):
+            return {"quant_method": "mlx", **mlx}
         for key in QUANTIZATION_KEYS:
             if (stated := part.get(key)) is not None:
-                is_mlx = isinstance(stated, Mapping) and isinstance(part.get(_MLX_KEY), Mapping)
-                return {"quant_method": "mlx", **stated} if is_mlx else stated
+                return stated
     return None
 
 

@@ -27,6 +27,7 @@ from orbax_safetensors.geometry.encoding import Order, Role
 _OFFSETS = {"offset2": 2, "offset4": 8, "offset8": 128, **{f"unsigned{bits}": 0 for bits in range(2, 9)}}
 # The first ten bits of what the code 1 of FP4 means in float32: 0.5, or its double.
 _F4_ONES = {"F4": 252, "doubled F4": 254}
+KINDS = frozenset({"F8_E4M3", "int8", *_OFFSETS, *_F4_ONES})  # of the codes that devices know
 
 
 def decoded(decoding: Decoding, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from orbax_safetensors.devices.bits import bit_width, is_float, widened
-from orbax_safetensors.devices.decoding import decoded
+from orbax_safetensors.devices.decoding import KINDS, decoded
 from orbax_safetensors.geometry.code_box import Decoding
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Ops, Scale
 from orbax_safetensors.geometry.move import Move
@@ -145,6 +145,8 @@ def _inexact(recipe: Recipe) -> str | None:
     if dtype not in _FLOATS:
         return f"a cast to {dtype}"
     if isinstance(source, Decoding):
+        if source.values not in KINDS:
+            return f"codes of the kind {source.values}"
         if source.final != 1:
             ops = (Scale(source.final), *ops)
         if any(isinstance(op, Offset) for op in ops):

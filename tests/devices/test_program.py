@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from orbax_safetensors.devices.program import Elements, Recipe, Zeros, refusal
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.geometry.code_box import decoding_of
+from orbax_safetensors.geometry.code_box import Decoding, decoding_of
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Scale
+from orbax_safetensors.geometry.encoding import Order
 from orbax_safetensors.geometry.move import Move, move_of
 from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.transfer.strided_copy import copy_applying
@@ -203,6 +204,13 @@ def test_programs_count_in_32_bits():
     (size,) = shape = (2**31,)
     recipe = Recipe(F4, (), move_of(Copy(0, 0, ((size, 1, 1),)), shape), shape, F4)
     assert refusal(recipe, "gpu", lossless=False) == "a dimension of more than 2**31-1"
+
+
+def test_codes_that_only_the_host_knows_are_left_to_it():
+    codes = Decoding(6, 4, 8, "NF8", Order.LOW_FIRST, 1.0, ())
+    assert refusal(Recipe(codes, (), FILL, (4, 6), F4), "gpu", lossless=False) == "codes of the kind NF8"
+    known = Decoding(6, 4, 8, "int8", Order.LOW_FIRST, 1.0, ())
+    assert refusal(Recipe(known, (), FILL, (4, 6), F4), "gpu", lossless=False) is None
 
 
 @pytest.mark.parametrize("name", FORMATS)

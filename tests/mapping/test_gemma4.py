@@ -174,5 +174,16 @@ def test_the_last_layer_is_always_global():
             sample.describe(scan_layers=scan_layers)
 
 
+@pytest.mark.parametrize(("name", "layers"), [("gemma4", 12), ("gemma4_small", 20)])
+@pytest.mark.parametrize("other", [-1, 1])
+def test_layer_types_are_for_all_layers_and_for_no_others(name, layers, other):
+    sample = Sample(name)
+    kinds = text(sample)["layer_types"]
+    assert len(kinds) == layers
+    text(sample)["layer_types"] = (kinds * 2)[: layers + other]
+    with pytest.raises(MappingError, match=f"expected layer_types for {layers} layers, .* found {layers + other} of"):
+        sample.describe()
+
+
 def test_architectures_are_shared_by_two_families():
     assert FAMILY["maxtext.gemma4"].architectures == FAMILY["maxtext.gemma4_small"].architectures

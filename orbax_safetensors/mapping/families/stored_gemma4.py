@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping.families.stored import Config, checked, completed, text_config
 
 VISION = r"model\.(vision_tower|embed_vision)\..+"
@@ -42,6 +43,11 @@ def whole_text_config(config: Config) -> tuple[dict[str, Any], str]:
     c = dict(completed(text, **DEFAULTS))
     every_sixth = ["sliding_attention"] * (CYCLE - 1) + ["full_attention"]
     kinds = list(c.get("layer_types") or (every_sixth * c["num_hidden_layers"])[: c["num_hidden_layers"]])
+    if len(kinds) != c["num_hidden_layers"]:
+        raise MappingError(
+            f"config.json: expected layer_types for {c['num_hidden_layers']} layers, as num_hidden_layers says, found "
+            f"{len(kinds)} of them"
+        )
     kinds[-1] = "full_attention"  # whatever the config says
     return {**c, "layer_types": kinds}, prefix
 
