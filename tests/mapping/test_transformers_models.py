@@ -62,6 +62,23 @@ def test_models_with_towers_of_the_default_sizes(name):
     assert described(model.__name__, full, variant)[1] == expected
 
 
+def test_the_heads_of_qwen3_omni_follow_from_its_width_if_the_config_does_not_say_their_size():
+    config = transformers.Qwen3OmniMoeConfig(enable_audio_output=False)
+    with torch.device("meta"):
+        model = transformers.Qwen3OmniMoeForConditionalGeneration(config)
+    full = json.loads(config.to_json_string(use_diff=False))
+    _, shapes = described(type(model).__name__, full)
+    made = {
+        name.replace(".language_model.", "."): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if ".language_model.layers." in name and ".experts." not in name
+    }
+    assert made["thinker.model.layers.0.self_attn.q_norm.weight"] == (
+        config.thinker_config.text_config.hidden_size // 28,
+    )
+    assert made == {name: shapes.get(name) for name in made}
+
+
 def test_gemma_3_may_leave_out_everything():
     full = json.loads(transformers.Gemma3TextConfig().to_json_string(use_diff=False))
     assert described("Gemma3ForCausalLM", {}) == described("Gemma3ForCausalLM", full)

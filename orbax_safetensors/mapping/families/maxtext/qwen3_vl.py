@@ -34,12 +34,12 @@ from orbax_safetensors.mapping.family import Variant
 _OMNI_MERGERS = MergerNames("ln_q", "mlp.0", "mlp.2", listed="merger_list")
 
 
-def _text(config: Config) -> Config:
-    """Return the language model's config. The whole model's says whether embeddings are tied."""
+def _text(config: Config, **defaults: int) -> Config:
+    """Return the language model's config, completed. The whole model's says whether embeddings are tied."""
     text = config["text_config"]
     c = {**text, "tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
     refuse(c, "attention_bias")
-    return completed(c, head_dim=128)
+    return completed(c, **defaults)
 
 
 def _vl_towers(config: Config) -> Leaves:
@@ -48,7 +48,7 @@ def _vl_towers(config: Config) -> Leaves:
 
 
 def _vl(config: Config, layer: Layer, vocab_size: int | None, use_multimodal: bool | None) -> Tree:
-    c = _text(config)
+    c = _text(config, head_dim=128)
     prefix = "model.language_model."
     layers = [layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     towers = multimodal(_vl_towers(config), r"model\.visual\..+", use_multimodal)
