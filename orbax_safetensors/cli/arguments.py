@@ -12,6 +12,7 @@ from typing import Any
 from orbax_safetensors import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.cli.tables import Facts
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.mapping import registry
 
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -75,12 +76,17 @@ def parse_count(text: str) -> int:
 
 
 def parse_switch(text: str) -> tuple[str, Any]:
-    """Parse `scan_layers=false` as name and value. A value that is not a JSON literal is text."""
+    """Parse `scan_layers=false` as name and value. A value that is neither a JSON literal nor an object is text."""
     name, _, value = text.partition("=")
     if not name.isidentifier() or not value:
         raise UsageError(f"expected KEY=VALUE as in scan_layers=false, found {text!r}")
     if _LITERAL.fullmatch(value):
         return name, json.loads(value)
+    if value.lstrip().startswith("{"):
+        try:
+            return name, strict_json.loads(value.encode())
+        except ValueError as error:
+            raise UsageError(f"expected a JSON object for {name}: {error}") from error
     if value.lower() in _MISSPELT:
         raise UsageError(f"expected true, false or null in {text!r}, found {value!r}")
     return name, value

@@ -45,10 +45,10 @@ def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Fam
     layers = {path: _layers(module, base) for path, module in modules.items()}
 
     def tree(config: Mapping[str, Any]) -> dict[str, View]:
-        _check_kind(config)
+        check_kind(config)
         leaves: dict[str, View] = {}
         for path, module in modules.items():
-            pairs = [_pair(config, module.replace("{}", layer), base) for layer in layers[path]]
+            pairs = [pair(config, module.replace("{}", layer), base) for layer in layers[path]]
             if "{}" in module and "{}" not in path:
                 leaves |= _named(path, View.stack([a for a, _ in pairs]), View.stack([b for _, b in pairs]))
                 continue
@@ -59,7 +59,7 @@ def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Fam
     return Family("peft.lora", (), tree)
 
 
-def _check_kind(config: Mapping[str, Any]) -> None:
+def check_kind(config: Mapping[str, Any]) -> None:
     """Raise `MappingError` if an adapter is more than pairs of matrices, or something else."""
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise MappingError(f"adapter_config.json: expected peft_type 'LORA', found {kind!r}")
@@ -84,24 +84,29 @@ def _layers(module: str, base: Mapping[str, tuple[int, ...]]) -> list[str]:
     return sorted(found, key=lambda number: (len(number.lstrip("0")), number.lstrip("0")))
 
 
-def _pair(config: Mapping[str, Any], module: str, base: Mapping[str, tuple[int, ...]]) -> tuple[View, View]:
-    """Return both adapters of a module."""
+def pair(config: Mapping[str, Any], module: str, base: Mapping[str, tuple[int, ...]]) -> tuple[View, View]:
+    """Return both adapters of a module: `[inputs, rank]` and `[rank, outputs]`, by the shapes of the base model."""
     if "r" not in config:
         raise MappingError(
             "the config has no 'r', the rank of an adapter; a restore reads it from adapter_config.json, and a save "
             "takes it from config= or like="
         )
-    if not _is_target(config, module):
+    if not is_target(config, module):
         chosen = {key: config[key] for key in _CHOOSING if config.get(key) is not None}
         raise MappingError(f"{module!r} is not one of the modules to which the config gives adapters: {chosen}")
     outputs, inputs = base[f"{module}.weight"]
     ranks = (config.get("rank_pattern") or {}).items()  # by pattern; the first that matches counts
     rank = next((rank for pattern, rank in ranks if re.fullmatch(rf"(.*\.)?({pattern})", module)), config["r"])
-    a = tensor(f"{_PREFIX}{module}.lora_A.weight", (rank, inputs))
-    return a.T, tensor(f"{_PREFIX}{module}.lora_B.weight", (outputs, rank)).T
+    a, b = tensor(part_name(module, "A"), (rank, inputs)), tensor(part_name(module, "B"), (outputs, rank))
+    return a.T, b.T
 
 
-def _is_target(config: Mapping[str, Any], module: str) -> bool:
+def part_name(module: str, part: str) -> str:
+    """Return the stored name of a module's adapter, `part` "A" or "B"."""
+    return f"{_PREFIX}{module}.lora_{part}.weight"
+
+
+def is_target(config: Mapping[str, Any], module: str) -> bool:
     """Return whether PEFT gives a module an adapter."""
     if (excluded := config.get("exclude_modules")) and _is_named(excluded, module):
         return False

@@ -151,16 +151,7 @@ def _similar(name: str, known: Mapping[str, Family]) -> str:
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:
     """Return the `families` that are for a config's architecture, and for this model of it."""
-    return [
-        family
-        for family in families
-        if any(_is_for(name, config) for name in family.architectures) and _applies(family, config)
-    ]
-
-
-def _applies(family: Family, config: Mapping[str, Any]) -> bool:
-    with family.failing("cannot tell from this config.json if it applies"):
-        return family.applies_to(config)
+    return [family for family in families if family.is_for(config)]
 
 
 def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: str) -> Family | None:
@@ -172,15 +163,6 @@ def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: st
             f"{which}: several families are for {architecture_text(config)}: {names}; pass family= to choose"
         )
     return matches[0] if matches else None
-
-
-def _is_for(architecture: str, config: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
-    if isinstance(architectures, list | tuple) and architectures:
-        return architecture in architectures
-    # Some configs name only the model, such as `gemma3` for `Gemma3ForConditionalGeneration`.
-    model = str(config.get("model_type", "")).removesuffix("_text").replace("_", "")
-    return architecture.split("For")[0].replace("_", "").lower() == model
 
 
 def architecture_text(config: Mapping[str, Any]) -> str:

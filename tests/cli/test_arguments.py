@@ -42,6 +42,7 @@ UNDERSTOOD = {
         "text=007": ("text", "007"),
         "text=NaN": ("text", "NaN"),
         'text="1"': ("text", '"1"'),
+        'base={"hidden_size": 8}': ("base", {"hidden_size": 8}),
     },
 }
 REFUSED = [
@@ -62,6 +63,7 @@ REFUSED = [
         "expected KEY=VALUE as in scan_layers=false, found",
         ["", "scan_layers", "scan_layers=", "=true", "scan layers=true", "a.b=1", "1=1"],
     ),
+    (parse_switch, "expected a JSON object for base", ['base={"hidden_size": 8', "base={hidden_size: 8}"]),
     (
         parse_switch,  # as text, these would count as true
         "expected true, false or null in 'scan_layers=",

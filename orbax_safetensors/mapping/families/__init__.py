@@ -3,6 +3,6 @@
 from orbax_safetensors.mapping.families import maxtext, tunix
 from orbax_safetensors.mapping.families.stored_names import DEQUANTIZED, FLAX
 
-FAMILIES = (*maxtext.FAMILIES, *tunix.FAMILIES, FLAX, DEQUANTIZED)
+FAMILIES = (*maxtext.FAMILIES, maxtext.LORA, *tunix.FAMILIES, FLAX, DEQUANTIZED)
 
 __all__ = ["DEQUANTIZED", "FAMILIES"]

@@ -14,6 +14,7 @@ from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4, GEMMA4_SMA
 from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
 from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
 from orbax_safetensors.mapping.families.maxtext.llama4 import LLAMA4
+from orbax_safetensors.mapping.families.maxtext.lora import lora_of
 from orbax_safetensors.mapping.families.maxtext.mistral import MISTRAL, MIXTRAL
 from orbax_safetensors.mapping.families.maxtext.olmo import OLMO3
 from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
@@ -53,4 +54,6 @@ FAMILIES = (
     ),
 )
 
-__all__ = ["FAMILIES"]
+LORA = lora_of(FAMILIES)
+
+__all__ = ["FAMILIES", "LORA"]
