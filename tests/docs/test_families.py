@@ -113,7 +113,7 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
         "state": TrainState(step=0, apply_fn=None, params=tree, tx=None, opt_state={}),
         "model": Part(tree["params"]),
     }
-    _, linen, of_nnx = examples.python(PAGE)
+    _, linen, of_nnx, _ = examples.python(PAGE)
     for block in (linen, of_nnx):
         exec(block.replace("/models/qwen3", f"{sample.directory / 'hf'}"), names)
     found = names["nnx"].to_pure_dict(nnx.state(names["model"], nnx.Param))
@@ -125,6 +125,19 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
             assert (leaf.dtype, np.asarray(leaf).tobytes()) == (arrays[name].dtype, arrays[name].tobytes())
     assert len({leaf.sharding.spec for leaf in shapes.values()}) > 1
     assert names["model"].decoder.count[...] == 0
+
+
+def test_the_example_of_maxtexts_adapters(tmp_path):
+    examples.make_models(tmp_path)
+    names = {"ost": ost}
+    examples.run(examples.python(PAGE)[3], tmp_path, names)
+    assert names["adapters"]["decoder"]["layers"]["mlp"].keys() == {"wi_1"}
+    source, tuned = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("qwen3-lora", "qwen3-lora-tuned")
+    )
+    assert {name: array.tobytes() for name, array in tuned.items()} == {
+        name: array.tobytes() for name, array in source.items()
+    }
 
 
 def test_the_examples_of_tables(tmp_path):
