@@ -276,13 +276,6 @@ class Family:
         except Exception as error:
             raise MappingError(f"{self.name}: {what}: {error!r}") from error
 
-    def is_for(self, config: Mapping[str, Any]) -> bool:
-        """Return whether the family is for a config's architecture, and for this model of it."""
-        if not any(_is_architecture(name, config) for name in self.architectures):
-            return False
-        with self.failing("cannot tell from this config.json if it applies"):
-            return self.applies_to(config)
-
     def renamed(self, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
         """Return the names that the family has for stored tensors, by the names of the tensors."""
         with self.failing("its `renames` fail"):
@@ -415,15 +408,6 @@ class Family:
             default = known.get(name)
             if isinstance(default, bool | int) and type(value) is not type(default):
                 raise MappingError(f"{self.name}: expected a {type(default).__name__} for {name}, found {value!r}")
-
-
-def _is_architecture(architecture: str, config: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
-    if isinstance(architectures, list | tuple) and architectures:
-        return architecture in architectures
-    # Some configs name only the model, such as `gemma3` for `Gemma3ForConditionalGeneration`.
-    model = str(config.get("model_type", "")).removesuffix("_text").replace("_", "")
-    return architecture.split("For")[0].replace("_", "").lower() == model
 
 
 def switches_of(variant: Variant | None) -> Variant:

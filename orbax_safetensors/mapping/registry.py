@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.mapping.architectures import is_for
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.mapping.family import NO_CONFIG, Family, Variant, switches_of
 
@@ -151,7 +152,7 @@ def _similar(name: str, known: Mapping[str, Family]) -> str:
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:
     """Return the `families` that are for a config's architecture, and for this model of it."""
-    return [family for family in families if family.is_for(config)]
+    return [family for family in families if is_for(family, config)]
 
 
 def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: str) -> Family | None:

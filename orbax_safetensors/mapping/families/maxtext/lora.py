@@ -17,6 +17,7 @@ from orbax_safetensors.geometry.elementwise import Scale
 from orbax_safetensors.geometry.strided import row_major
 from orbax_safetensors.geometry.view import UNKNOWN
 from orbax_safetensors.mapping import Family, View, full, stack
+from orbax_safetensors.mapping.architectures import is_for
 from orbax_safetensors.mapping.families.maxtext.common import TRAINING_STATE, variants
 from orbax_safetensors.mapping.families.stored import LANGUAGE_MODEL, Config, Leaves
 from orbax_safetensors.mapping.family import is_stored
@@ -32,32 +33,20 @@ def lora_of(families: Sequence[Family]) -> Family:
     def tree(
         config: Config,
         *,
-        base: Mapping[str, Any] | None = None,
+        base: Any = None,
         scan_layers: bool = True,
         param_scan_axis: int = 1,
         rope_type: str | None = None,
     ) -> Leaves:
-        check_kind(config)
-        for key in _SEVERAL:
-            if config.get(key):
-                raise MappingError(
-                    f"adapter_config.json: {key} is {config[key]!r}: MaxText has one rank for all modules, and scales "
-                    "by lora_alpha / lora_rank"
-                )
-        if not isinstance(base, Mapping):
-            raise MappingError(f"expected the base model's config.json as the switch 'base', found {base!r:.80}")
-        family = next((family for family in families if family.is_for(base)), None)
-        if family is None:
-            raise MappingError(
-                f"no family of MaxText is for the base model of architectures {base.get('architectures')}"
-            )
+        _check_factors(config)
+        family = _family_of(base, families)
         shapes: dict[str, tuple[int, ...]] = {}
 
         def bind(name: str, shape: tuple[int, ...]) -> View:
             shapes[name] = shape
             return View.tensor(name, shape, UNKNOWN)
 
-        of_base = {} if rope_type is None else {"rope_type": rope_type}
+        of_base: dict[str, Any] = {} if rope_type is None else {"rope_type": rope_type}
         layers = family.describe(base, {**of_base, "scan_layers": False}, bind)
         kernels = {view.tensors[0]: view for path, view in layers.items() if _is_linear(path, view, shapes)}
         modules = {name: _module(name, family, base) for name in kernels}
@@ -81,6 +70,27 @@ def lora_of(families: Sequence[Family]) -> Family:
 
     wrapper = replace(TRAINING_STATE, key="", rest={}, root="")
     return Family("maxtext.lora", (), tree, variants=variants, wrapper=wrapper)
+
+
+def _check_factors(config: Config) -> None:
+    """Raise `MappingError` if an adapter is of another kind than LoRA, or MaxText computes something else with it."""
+    check_kind(config)
+    for key in _SEVERAL:
+        if config.get(key):
+            raise MappingError(
+                f"adapter_config.json: {key} is {config[key]!r}: MaxText has one rank for all modules, and scales by "
+                "lora_alpha / lora_rank"
+            )
+
+
+def _family_of(base: Any, families: Sequence[Family]) -> Family:
+    """Return the family of a base model; `MappingError` if its config is missing or of no family."""
+    if not isinstance(base, Mapping):
+        raise MappingError(f"expected the base model's config.json as the switch 'base', found {base!r:.80}")
+    for family in families:
+        if is_for(family, base):
+            return family
+    raise MappingError(f"no family of MaxText is for the base model of architectures {base.get('architectures')}")
 
 
 def _is_linear(path: str, view: View, shapes: Mapping[str, tuple[int, ...]]) -> bool:
