@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import lora
+from tests.support.roots import TESTDATA
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -195,3 +196,19 @@ def test_the_modules_are_those_to_which_peft_gives_adapters(base, more):
             else:
                 with pytest.raises(ost.MappingError, match=f"'{name}' is not one of the modules"):
                     of_module.tree(stored)
+
+
+@pytest.mark.parametrize("model", ["llama3.1", "qwen3"])
+def test_peft_computes_the_same_after_maxtexts_tree(tmp_path, model):
+    directory = TESTDATA / "maxtext" / model
+    config, base = (
+        json.loads((directory / name).read_text()) for name in ("adapter/adapter_config.json", "hf/config.json")
+    )
+    tree = ost.load(directory / "adapter", family="maxtext.lora", variant={"base": base})
+    ost.save(tmp_path / "adapter", tree, family="maxtext.lora", variant={"base": base}, config=config)
+
+    def logits_with(adapter):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32).eval()
+        return logits(peft.PeftModel.from_pretrained(loaded, adapter).eval())
+
+    np.testing.assert_allclose(logits_with(tmp_path / "adapter"), logits_with(directory / "adapter"), atol=1e-5)

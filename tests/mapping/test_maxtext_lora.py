@@ -11,7 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.mapping import View
+from orbax_safetensors.mapping.families.maxtext import LORA
 from tests.support.compare import names_of
+from tests.support.family_samples import TREES, Sample
 from tests.support.files import write
 from tests.support.roots import TESTDATA
 
@@ -110,6 +113,46 @@ def test_on_eight_devices_and_back(tmp_path, model, mode, mesh):
     assert_is(by_path, expected, scaled(model, "query.kernel_lora_b"))
 
 
+@pytest.mark.parametrize(("name", "mode"), TREES)
+def test_the_product_is_what_the_base_makes_of_pefts_product(tmp_path, name, mode):
+    """So the adapters add to each kernel what PEFT adds to its matrix."""
+    base, scan = Sample(name), {"scan_layers": mode == "scanned"}
+    variant = {"base": base.config} | scan
+    config = {"peft_type": "LORA", "r": 2, "target_modules": r".*(?<!wo_a)"}
+    if base.model == "gemma4" and mode == "scanned":
+        config["target_modules"] = ".*layers.(5|11).*"  # the others are stacked in two dimensions
+    shapes = {}
+
+    def bind(name, shape):
+        shapes[name] = shape
+        return View.tensor(name, shape, np.dtype(np.float32))
+
+    LORA.describe(config, variant, bind, leaves=1)
+    rng = np.random.default_rng(0)
+    adapter = {name: rng.integers(-3, 4, shape).astype(np.float32) for name, shape in shapes.items()}
+    for name_a, a in adapter.items():
+        if ".lora_A." in name_a:
+            module = name_a.removeprefix("base_model.model.").replace(".lora_A", "")
+            product = adapter[name_a.replace(".lora_A.", ".lora_B.")] @ a
+            stored = base.family.renamed([module], base.config)[module]
+            base.stored[stored] = product.astype(base.stored[stored].dtype)
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base" / "model.safetensors", base.stored)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(base.config))
+    write(tmp_path / ADAPTER, adapter)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    kernels = names_of(ost.load(tmp_path / "base", family=base.family, variant=scan))
+    found = names_of(ost.load(tmp_path, family=FAMILY, variant=variant))
+    assert found
+    for path, a in found.items():
+        if path.endswith("lora_a.value"):
+            kernel, b = kernels[f"params.{path.removesuffix('_lora_a.value')}"], found[path.replace("lora_a", "lora_b")]
+            product = np.einsum("ilr,rlo->ilo" if a.ndim == 3 else "ir,ro->io", a, b)
+            layers = [product[:, at].reshape(kernel[:, at].shape) for at in range(a.shape[1])] if a.ndim == 3 else None
+            whole = product.reshape(kernel.shape) if layers is None else np.stack(layers, axis=1)
+            np.testing.assert_allclose(whole, kernel, rtol=1e-6, atol=1e-6, err_msg=path)
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize("model", MODELS)
 def test_conversions_and_links(tmp_path, model):
@@ -165,6 +208,7 @@ def test_older_names_of_a_language_model_inside_another(tmp_path):
         ({}, {"base": {"architectures": ["T5"]}}, {}, r"no family of MaxText is for .* architectures \['T5'\]"),
         ({}, {}, {"mlp.experts.0.up_proj.lora_A.weight": (2, 32)}, "no leaf of the tree uses .*experts.0.up_proj"),
         ({}, {}, {"embed_tokens.lora_embedding_A": (2, 64)}, "no leaf of the tree uses .*lora_embedding_A"),
+        ({}, {"base": base_of("gemma4")}, {}, "has layers in two dimensions, and its adapters need scan_layers False"),
         ({"layers_to_transform": [0, 1, 2]}, {}, {}, "layers.1.mlp.down_proj.lora_A.weight' .* which is not stored"),
     ],
     ids=str,

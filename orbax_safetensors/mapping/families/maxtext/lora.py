@@ -47,6 +47,8 @@ def lora_of(families: Sequence[Family]) -> Family:
             return View.tensor(name, shape, UNKNOWN)
 
         of_base: dict[str, Any] = {} if rope_type is None else {"rope_type": rope_type}
+        if "mtp" in family.switches:
+            of_base["mtp"] = False  # PEFT does not see these layers, as `transformers` drops them
         layers = family.describe(base, {**of_base, "scan_layers": False}, bind)
         kernels = {view.tensors[0]: view for path, view in layers.items() if _is_linear(path, view, shapes)}
         modules = {name: _module(name, family, base) for name in kernels}
@@ -61,11 +63,13 @@ def lora_of(families: Sequence[Family]) -> Family:
             ]
             if (like := next(filter(None, pairs), None)) is None:
                 continue
+            stacked = len(view.shape) - len(kernels[view.tensors[0]].shape)
+            if stacked > 1:
+                raise MappingError(f"{path} has layers in two dimensions, and its adapters need scan_layers False")
             for which in (0, 1):
                 parts = [full(like[which].shape, 0) if of_layer is None else of_layer[which] for of_layer in pairs]
-                is_stack = len(view.shape) > len(kernels[view.tensors[0]].shape)
                 leaf = f"{path.removeprefix('params.')}_lora_{'ab'[which]}.value"
-                leaves[leaf] = stack(parts, param_scan_axis) if is_stack else parts[0]
+                leaves[leaf] = stack(parts, param_scan_axis) if stacked else parts[0]
         return leaves
 
     wrapper = replace(TRAINING_STATE, key="", rest={}, root="")
