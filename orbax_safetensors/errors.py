@@ -107,6 +107,10 @@ class RuleError(TensorMismatchError):
     """
 
 
+class UnusedArgumentError(SafetensorsError):
+    """An argument of `convert` or `reshard` is not for such a source or destination; the message begins with it."""
+
+
 class ChecksumError(SafetensorsError):
     """Bytes are not those whose checksum was recorded, or there is no checksum to compare them with.
 

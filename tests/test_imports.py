@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import importlib
 import re
+import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -60,7 +62,8 @@ def rooms_entered(module: str) -> set[str]:
     names = [
         name.removeprefix("orbax_safetensors.") for name in imports(module) if name.startswith("orbax_safetensors.")
     ]
-    return {"__init__" if name in orbax_safetensors.__all__ else room_of(name) for name in names} - {room_of(module)}
+    public = dir(orbax_safetensors)
+    return {"__init__" if name in public else room_of(name) for name in names} - {room_of(module)}
 
 
 def libraries(module: str) -> set[str]:
@@ -124,6 +127,30 @@ def test_every_public_name_is_there():
         assert getattr(orbax_safetensors, name) is not None
     assert orbax_safetensors.__all__ == sorted(orbax_safetensors.__all__)
     assert set(dir(orbax_safetensors)) == {*orbax_safetensors.__all__, "__version__"}
+
+
+def test_type_checkers_see_the_names_that_are_imported_late():
+    """In the module where they are, as `import orbax_safetensors` takes them from there."""
+    seen = {}
+    for node in nodes("__init__"):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("orbax_safetensors."):
+            seen |= {alias.name: str(node.module) for alias in node.names}
+    assert seen.keys() | {"mapping"} == set(orbax_safetensors.__all__)
+    for name, module in seen.items():
+        assert getattr(orbax_safetensors, name) is getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.process
+def test_a_package_does_not_take_the_place_of_a_function():
+    """Whichever is imported first."""
+    code = """
+import orbax_safetensors.convert, orbax_safetensors.delta, orbax_safetensors.link, orbax_safetensors.save
+import orbax_safetensors as ost
+for name in ("convert", "delta", "link", "save"):
+    assert type(getattr(ost, name)).__name__ == "function", name
+assert not hasattr(ost, "no_such_name")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_call_of_the_restore_package_names_load():

@@ -1,4 +1,4 @@
-"""What options mean: sizes, speeds, times, families and their switches, as they are written on a command line."""
+"""What arguments mean, as they are written on a command line: sizes, speeds, times, meshes, rules, switches."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
-from orbax_safetensors import Checkpoint
-from orbax_safetensors.checkpoint.config import read_config
-from orbax_safetensors.cli.tables import Facts
+from orbax_safetensors import TensorMismatchError
 from orbax_safetensors.format import strict_json
-from orbax_safetensors.mapping import registry
 
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -27,6 +24,14 @@ _MISSPELT = {"true", "false", "null", "none", "yes", "no", "on", "off"}
 
 class UsageError(argparse.ArgumentTypeError):
     """The command line is invalid."""
+
+
+class Rule(NamedTuple):
+    """One `--spec`: arrays in whose names `regex` is found are sharded by `spec`. `text` is as it was written."""
+
+    text: str
+    regex: str
+    spec: tuple[str | tuple[str, ...] | None, ...]
 
 
 def refuse(args: argparse.Namespace, options: Iterable[str], reason: str) -> None:
@@ -92,17 +97,62 @@ def parse_switch(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def add_family(parser: argparse.ArgumentParser) -> None:
-    """Add `--family` and `--variant`."""
-    parser.add_argument("--family", metavar="NAME", help="a model's own tree, as maxtext or maxtext.qwen3")
-    parser.add_argument(
-        "--variant",
-        type=parse_switch,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a switch of the family, as scan_layers=false; repeatable",
-    )
+def parse_mesh(text: str) -> dict[str, int]:
+    """Parse `data=2,model=4` as axis sizes by name."""
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"expected NAME=SIZE,... as in data=2,model=4, found {text!r}")
+        if name in mesh:
+            raise UsageError(f"the axis {name!r} is passed twice in {text!r}")
+        mesh[name] = int(size)
+    return mesh
+
+
+def parse_rule(text: str) -> Rule:
+    """Parse `REGEX=AXES`. The regex may hold `=`, the axes may not."""
+    regex, equals, axes = text.rpartition("=")
+    if not equals:
+        raise UsageError(f"expected REGEX=AXES as in 'kernel$=data,model', found {text!r}")
+    parts = [() if part in ("", "-") else tuple(part.split("+")) for part in axes.split(",")] if axes else []
+    if not all(axis.isidentifier() for part in parts for axis in part):
+        raise UsageError(f"expected for every dimension -, AXIS or AXIS+AXIS in {axes!r} of {text!r}")
+    return Rule(text, regex, tuple(part[0] if len(part) == 1 else part or None for part in parts))
+
+
+def parse_regex(text: str) -> re.Pattern[str]:
+    """Parse a regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{text!r} is not a regular expression: {error}") from error
+
+
+def parse_depth(text: str) -> int:
+    """Parse a number of parts of a name."""
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"expected a number of parts of at least 1, found {text!r}")
+    return int(text)
+
+
+def parse_step(text: str) -> int:
+    """Parse the number of a step."""
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"expected the number of a step, found {text!r}")
+    return int(text)
+
+
+def parse_cast(text: str) -> tuple[str | None, str]:
+    """Parse `bfloat16` or `REGEX=bfloat16`: return the regex, None if there is none, and the dtype."""
+    from orbax_safetensors.devices.casts import Casts  # imports JAX
+
+    regex, equals, dtype = text.rpartition("=")
+    try:
+        Casts({regex: dtype} if equals else dtype)
+    except TensorMismatchError as error:
+        raise UsageError(f"expected DTYPE or REGEX=DTYPE as in 'norm=float32', found {text!r}: {error}") from error
+    return (regex if equals else None), dtype
 
 
 def variant(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,17 +165,6 @@ def variant(args: argparse.Namespace) -> dict[str, Any]:
     if switches and args.family is None:
         raise UsageError("--variant needs a --family")
     return switches
-
-
-def full_name(checkpoint: Checkpoint, name: str) -> str:
-    """Return the name of the family that `checkpoint` was opened with."""
-    family = registry.find(name, read_config(checkpoint))
-    return name if family is None else family.name
-
-
-def family_facts(name: str | None, switches: Mapping[str, Any]) -> Facts:
-    """Return what is printed of the family that was used: nothing without one."""
-    return [] if name is None else [("family", f"{name} {switches_text(switches)}".strip())]
 
 
 def switches_text(switches: Mapping[str, Any]) -> str:

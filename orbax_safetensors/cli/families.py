@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 from orbax_safetensors import MappingError
-from orbax_safetensors.checkpoint.config import read_config
-from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.arguments import UsageError, switches_text
-from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.mapping import Family, registry
-
-# argparse leaves this text as it is.
-_DESCRIPTION = """\
-Lists families: what --family takes, the architectures that each is for, and
-its switches with their defaults, as --variant takes them. null leaves the
-choice to the checkpoint.
-
-Of a checkpoint, lists the families for the architecture that its config.json
-names, with the switches that its tensors and its config lead to, and says
-which of them each shorter name stands for."""
-
-
-def add_parser(add: Callable[..., Parser]) -> Parser:
-    """Return the parser of the command, which `add` has made."""
-    parser = add("families", help="list the trees that a model can become", description=_DESCRIPTION)
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a checkpoint's PATH, or an architecture, as Qwen3ForCausalLM"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
@@ -74,6 +51,10 @@ def _for_architecture(architecture: str | None) -> list[Family]:
 
 def _of_checkpoint(path: str) -> dict[str, Any]:
     """Return the families for a checkpoint, what its config says, and the family that each shorter name stands for."""
+    # These import Orbax, which a list of all families need not wait for.
+    from orbax_safetensors.checkpoint.config import read_config
+    from orbax_safetensors.checkpoint.read import read_checkpoint
+
     checkpoint = read_checkpoint(path)
     config = read_config(checkpoint)
     try:

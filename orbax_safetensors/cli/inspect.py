@@ -22,11 +22,11 @@ from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.quantized import label, quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cli.arguments import UsageError, add_family, family_facts, full_name, refuse, variant
+from orbax_safetensors.cli.arguments import refuse, variant
 from orbax_safetensors.cli.braces import in_braces
+from orbax_safetensors.cli.family_facts import family_facts, full_name
 from orbax_safetensors.cli.layer_order import by_layer
 from orbax_safetensors.cli.long_run import Reporter
-from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Facts, Printer, Size, shape_text
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store import array_name, open_step
@@ -36,34 +36,11 @@ from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 from orbax_safetensors.streaming.open_source import open_source
 from orbax_safetensors.streaming.statistics import statistics
 
-# argparse leaves this text as it is.
-_DESCRIPTION = """\
-Lists name, dtype, shape, bytes and file of every tensor. With --family, lists
-the leaves of a model's own tree, and which stored tensors each is made of. For
-a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only.
-Layers are in their order: embeddings first, layer 2 before layer 10.
-
---depth N adds up what has the same first N parts of its name, with * for a
-number, so that all layers of a model are one line. --stats NAME reads one
-tensor, leaf or array, in tiles; codes of quantised tensors are decoded."""
-
 _Document = dict[str, Any]
 
 _FOR_SAFETENSORS = "is for safetensors, and PATH is a checkpoint of Orbax"
 
 _NUMBER = re.compile("(^|_)[0-9]+$")  # of a layer or an expert: a part of a name, or the end of one, as `layers_0`
-
-
-def add_parser(add: Callable[..., Parser]) -> Parser:
-    """Return the parser of the command, which `add` has made."""
-    parser = add("inspect", help="list the tensors of a checkpoint, or a tree's leaves", description=_DESCRIPTION)
-    parser.add_argument("path", metavar="PATH")
-    add_family(parser)
-    parser.add_argument("--grep", type=_regex, metavar="REGEX", help="only those in whose names REGEX is found")
-    parser.add_argument("--depth", type=_depth, metavar="N", help="add up by the first N parts of the names")
-    parser.add_argument("--stats", metavar="NAME", help="only the least, largest, mean and first values of NAME")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
@@ -93,19 +70,6 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         output.table(("tensors not used",), ((text,) for text, _ in in_braces(document["unused"])))
     output.facts(facts)
     return 0
-
-
-def _regex(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UsageError(f"{text!r} is not a regular expression: {error}") from error
-
-
-def _depth(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"expected a number of parts of at least 1, found {text!r}")
-    return int(text)
 
 
 def _name(entry: _Document) -> str:

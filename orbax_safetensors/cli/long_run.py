@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -15,27 +14,15 @@ from typing import Any, Self, TypeVar
 import jax
 
 from orbax_safetensors import Conversion, Link, SafetensorsError
+from orbax_safetensors.cli.messages import Messages
 from orbax_safetensors.cli.tables import Facts, Printer
-from orbax_safetensors.convert.announce import logger as announcements
-from orbax_safetensors.errors import printable
 from orbax_safetensors.transfer.progress_bar import Bar
 
-# The logger of the package: those of its modules are below it.
-_LOGGER = logging.getLogger(__package__.partition(".")[0])
 # The longest that a process which has failed waits for the others, in seconds, if they do not know of it. Then JAX
 # ends all of them. What ends well ends at about the same time in all.
 _LEAVE_SECONDS = 30
 
 _Done = TypeVar("_Done", Conversion, Link)
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run that takes long."""
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run of this command")
-    parser.add_argument(
-        "--distributed", action="store_true", help="run as one of several processes, by jax.distributed"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def begin(args: argparse.Namespace) -> None:
@@ -119,35 +106,6 @@ def _ended_by_signals(received: list[signal.Signals]) -> Iterator[None]:
         for number, handler in handlers.items():
             # None is a handler that is not Python's, and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-class Messages(logging.Handler):
-    """A handler that, while it is entered, passes warnings of the package, and what conversions announce, to `say`.
-
-    No other handler gets them.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__()
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one line."""
-        text = printable(record.getMessage())
-        if record.levelno >= logging.WARNING:
-            self._say(f"{record.levelname.lower()}: {text}")
-        elif record.name == announcements.name:
-            self._say(text)
-
-    def __enter__(self) -> Self:
-        self._before = _LOGGER.handlers, _LOGGER.propagate, announcements.level
-        _LOGGER.handlers, _LOGGER.propagate = [self], False
-        announcements.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _LOGGER.handlers, _LOGGER.propagate, level = self._before
-        announcements.setLevel(level)
 
 
 class Reporter(Bar):

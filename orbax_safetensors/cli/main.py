@@ -7,29 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
+from importlib import import_module
 
-from orbax_safetensors import RuleError, SafetensorsError
-from orbax_safetensors.cli import convert, delta, demo, diff, families, inspect, link, plan, reshard, verify
+from orbax_safetensors import RuleError, SafetensorsError, __version__
 from orbax_safetensors.cli.arguments import UsageError
-from orbax_safetensors.cli.long_run import Messages
+from orbax_safetensors.cli.commands import COMMANDS
+from orbax_safetensors.cli.messages import Messages
 from orbax_safetensors.cli.parser import SHELLS, Completion, Parser
-from orbax_safetensors.cli.tables import Printer
-from orbax_safetensors.convert.convert_request import UnusedArgumentError
-from orbax_safetensors.errors import printable
-
-COMMANDS = {
-    "inspect": inspect,
-    "verify": verify,
-    "diff": diff,
-    "families": families,
-    "plan": plan,
-    "link": link,
-    "convert": convert,
-    "reshard": reshard,
-    "delta": delta,
-    "demo": demo,
-}
+from orbax_safetensors.errors import UnusedArgumentError, printable
 
 # What a shell reports for a program that was ended by the signal.
 _INTERRUPTED = 130
@@ -68,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with Messages(partial(print, file=sys.stderr)):
-            status: int = COMMANDS[args.command].run(args, Printer(sys.stdout))
+            # Not for help, which answers without JAX.
+            from orbax_safetensors.cli.tables import Printer
+
+            run = import_module(f"orbax_safetensors.cli.{args.command}").run
+            status: int = run(args, Printer(sys.stdout))
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -90,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """Return the parser of the whole command line."""
     root = Parser("orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT)
-    root.add_argument("--version", action="version", version=f"%(prog)s {version('orbax_safetensors')}")
+    root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     root.add_argument(
         "--completion",
         action=Completion,
@@ -99,8 +88,8 @@ def parser() -> Parser:
         help="print what makes bash, zsh or tcsh complete commands and names",
     )
     subparsers = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        root.commands[name] = command.add_parser(subparsers.add_parser)
+    for name, add_command in COMMANDS.items():
+        root.commands[name] = add_command(subparsers.add_parser)
         root.commands[name].set_defaults(parser=root.commands[name])
     return root
 

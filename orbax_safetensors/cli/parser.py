@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any
 
 from orbax_safetensors.cli.arguments import UsageError
-from orbax_safetensors.format.names import hint, nearest
-from orbax_safetensors.mapping import registry
 
 SHELLS = ("bash", "zsh", "tcsh")
 # What the values of such arguments are: paths.
@@ -41,11 +39,15 @@ class Parser(argparse.ArgumentParser):
             return
         command = words[0]
         if (parser := self.commands.get(command)) is None:
+            from orbax_safetensors.format.names import hint  # imports NumPy, which help need not wait for
+
             self.error(f"there is no command {command!r}{hint(command, self.commands)}")
         options = [option.lstrip("-") for argument in parser.arguments for option in argument.option_strings]
         for word in words[: words.index("--") if "--" in words else None]:
             option = word.partition("=")[0].removeprefix("--")
             if word.startswith("--") and " " not in option and option not in options:
+                from orbax_safetensors.format.names import nearest
+
                 similar = nearest(option, options)
                 parser.error(f"there is no option --{option}" + (f" (nearest: --{similar})" if similar else ""))
 
@@ -58,6 +60,8 @@ class Parser(argparse.ArgumentParser):
             import shtab
         except ImportError:
             raise UsageError("--completion needs shtab: pip install 'orbax-safetensors[completion]'") from None
+        from orbax_safetensors.mapping import registry
+
         names = [family.name for family in registry.known()]
         for parser in self.commands.values():
             for argument in parser.arguments:

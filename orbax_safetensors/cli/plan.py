@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
 from typing import Any
@@ -19,20 +19,10 @@ from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.from_config import config_directory, read_for_plan
 from orbax_safetensors.checkpoint.open import stored_arrays
-from orbax_safetensors.cli.arguments import (
-    UsageError,
-    add_family,
-    family_facts,
-    full_name,
-    parse_bandwidth,
-    parse_count,
-    parse_latency,
-    refuse,
-    variant,
-)
+from orbax_safetensors.cli.arguments import UsageError, refuse, variant
+from orbax_safetensors.cli.family_facts import family_facts, full_name
 from orbax_safetensors.cli.page import Page
-from orbax_safetensors.cli.parser import Parser
-from orbax_safetensors.cli.partition import add_spec, axes_text, given_spec, mesh_text, parse_mesh, spread
+from orbax_safetensors.cli.partition import axes_text, given_spec, mesh_text, spread
 from orbax_safetensors.cli.picture import amounts, picture, stretches
 from orbax_safetensors.cli.plan_tables import Scenario, comparison, details, orbax_over_reads, orbax_restore, saved
 from orbax_safetensors.cli.tables import Facts, Printer
@@ -48,80 +38,6 @@ from orbax_safetensors.restore.sharding_choice import choose_shardings
 from orbax_safetensors.storage.paths import absolute_path, shown
 from orbax_safetensors.storage.process_memory import no_collection
 from orbax_safetensors.transfer.estimate import estimate
-
-# argparse leaves these texts as they are.
-_DESCRIPTION = """\
-Prints what restoring all of PATH on a mesh of devices costs every process:
-bytes, requests, memory. Reads headers only, and needs no devices. With a
-family, a config.json is enough."""
-
-_EPILOG = """\
-AXES has an entry for each dimension: a mesh axis, several joined by +, or -.
-The first --spec whose REGEX is found in an array's name counts; other arrays
-are replicated. Without any --spec, each array is sharded over the whole mesh
-in the dimension that reads least.
-
-examples:
-  orbax-safetensors plan model/ --mesh data=2,model=4 --processes 2 \\
-      --spec 'embed_tokens=data+model,-' --spec 'proj\\.weight$=model,data'
-  orbax-safetensors plan model/ --mesh fsdp=8 --mesh fsdp=4,tensor=2 \\
-      --family maxtext --bandwidth 2GB/s --latency 10ms
-"""
-
-
-def add_parser(add: Callable[..., Parser]) -> Parser:
-    """Return the parser of the command, which `add` has made."""
-    parser = add(
-        "plan",
-        help="what a restore on a mesh will cost",
-        usage="%(prog)s PATH --mesh AXIS=SIZE,... [OPTION]...",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
-    parser.add_argument("path", metavar="PATH")
-    parser.add_argument(
-        "--mesh",
-        type=parse_mesh,
-        action="append",
-        required=True,
-        metavar="AXIS=SIZE,...",
-        help="mesh of devices, as data=2,model=4; repeat it to compare several",
-    )
-    parser.add_argument(
-        "--processes",
-        type=parse_count,
-        action="append",
-        metavar="N",
-        help="processes that share the devices (default: 1); once or for each --mesh",
-    )
-    add_spec(parser)
-    add_family(parser)
-    parser.add_argument(
-        "--all-processes", action="store_true", help="plan every process (default: of more than 4, only 4)"
-    )
-    parser.add_argument("--files", action="store_true", help="also print what each process reads of each file")
-    parser.add_argument("--picture", metavar="FILE", help="also draw which process reads what, as FILE.html or .svg")
-    parser.add_argument("--save", action="store_true", help="plan a save of that tree instead")
-    parser.add_argument(
-        "--bandwidth",
-        type=parse_bandwidth,
-        metavar="SPEED",
-        help="of storage for each process, as 2GB/s; adds estimated times",
-    )
-    parser.add_argument(
-        "--latency",
-        type=parse_latency,
-        metavar="TIME",
-        help="time to the first byte of a request (default: 0s)",
-    )
-    parser.add_argument(
-        "--streams",
-        type=parse_count,
-        metavar="N",
-        help="requests in flight at once (default: as in a restore here)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:

@@ -6,43 +6,16 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from orbax_safetensors import Checkpoint, SafetensorsOptions
 from orbax_safetensors.checkpoint.data import DataCheck
 from orbax_safetensors.checkpoint.verify import verified
 from orbax_safetensors.cli.long_run import Reporter
-from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.paths import absolute_path, is_url
-
-# argparse leaves this text as it is.
-_DESCRIPTION = """\
-Checks every header, the size of every file, and the index against the files.
-The safetensors package reads every header as well.
-Prints a line for each fault and exits with 1, or one line that says OK and
-exits with 0. The format has no checksums, so this does not read data.
-
-With --data, reads every byte, and compares it with the checksums that a save
-has recorded, and with the SHA-256 that the Hugging Face Hub has of a file:
-for hf:// URLs, its cache, and directories that it was downloaded to. The last
-line says what was compared with what. A file with nothing to compare it with
-is a fault; the output then says how to ask the Hub.
-
-Of a checkpoint of Orbax, and of files that a link or a save has made one,
-reads everything that Orbax reads, except chunks of arrays."""
-
-
-def add_parser(add: Callable[..., Parser]) -> Parser:
-    """Return the parser of the command, which `add` has made."""
-    parser = add("verify", help="check a checkpoint", description=_DESCRIPTION)
-    parser.add_argument("path", metavar="PATH")
-    parser.add_argument("--data", action="store_true", help="read all data, and compare it with what is known of it")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.casts import Casts
 from orbax_safetensors.devices.partition import MeshLike, Partition, Spec, partition
-from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.errors import SafetensorsError, StorageError, UnusedArgumentError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
@@ -20,10 +20,6 @@ from orbax_safetensors.streaming.cutting import MEMORY_BYTES, check_memory
 
 # The values of `to`, and for each the arguments of `convert` that no other takes.
 FORMATS = {"orbax": ("mesh", "spec", "like", "step", "compression"), "safetensors": ("config",)}
-
-
-class UnusedArgumentError(SafetensorsError):
-    """An argument of `convert` or `reshard` is not for such a source or destination; the message begins with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

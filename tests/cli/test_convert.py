@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.convert.convert_request import FORMATS
 from orbax_safetensors.orbax_store import open_orbax
 from tests.support.cli_conversions import (
     HF,
@@ -211,3 +212,7 @@ def test_mistakes_in_the_command_line_are_status_2(cli, tmp_path, monkeypatch, a
     assert result.err.startswith("usage: orbax-safetensors")
     assert message in result.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_help_has_the_formats_of_the_function(cli):
+    assert f"what to make: {' or '.join(FORMATS)}" in cli("convert", "--help").out

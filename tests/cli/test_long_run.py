@@ -10,6 +10,7 @@ import pytest
 
 from orbax_safetensors.cli import long_run
 from orbax_safetensors.cli.main import main
+from orbax_safetensors.cli.messages import Messages
 from orbax_safetensors.convert import announce
 from orbax_safetensors.transfer import progress_bar
 from tests.support.cli_conversions import HF, TO_ORBAX, stored
@@ -64,7 +65,7 @@ def test_a_warning_is_above_the_bar(monkeypatch):
     assert "cares" not in stream.getvalue()
     assert logger.propagate
     assert announce.logger.level == logging.NOTSET
-    assert not any(isinstance(handler, long_run.Messages) for handler in logger.handlers)
+    assert not any(isinstance(handler, Messages) for handler in logger.handlers)
 
 
 def test_what_progress_says(monkeypatch):

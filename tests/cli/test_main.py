@@ -1,5 +1,6 @@
 """The command as a process: exit statuses, streams, and what it does not do."""
 
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -50,6 +51,39 @@ for command in (
 """
     done = subprocess.run([sys.executable, "-c", code, QWEN3], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "unused"),
+    [
+        (["--help"], {"numpy"}),
+        (["--version"], {"numpy"}),
+        *(([name, "--help"], {"numpy"}) for name in COMMANDS),
+        (["families"], set()),
+        (["families", "Qwen3ForCausalLM", "--json"], set()),
+        (["--completion", "bash"], set()),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_jax_and_orbax_are_not_imported_for_what_needs_neither(command, unused):
+    if "--completion" in command:
+        pytest.importorskip("shtab")
+    code = """
+import sys
+from orbax_safetensors.cli.main import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as stopped:
+    status = stopped.code
+print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert not set(done.stderr.split()) & (
+        {"jax", "jaxlib", "orbax", "tensorstore", "etils", "rich", "obstore"} | unused
+    )
 
 
 @pytest.mark.process
@@ -119,7 +153,7 @@ def test_help_fits_a_screen(cli, monkeypatch, command):
 
 @pytest.mark.parametrize(("command", "reads"), [("verify", "verified"), ("inspect", "read_checkpoint")])
 def test_warnings_are_lines_like_errors(cli, single, monkeypatch, command, reads):
-    module = sys.modules[f"orbax_safetensors.cli.{command}"]
+    module = importlib.import_module(f"orbax_safetensors.cli.{command}")
     read = getattr(module, reads)
 
     def warn(path, **options):

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from orbax_safetensors.cli.arguments import UsageError
-from orbax_safetensors.cli.partition import axes_text, given_spec, parse_mesh, parse_rule, spread
+from orbax_safetensors.cli.arguments import UsageError, parse_mesh, parse_rule
+from orbax_safetensors.cli.partition import axes_text, given_spec, spread
 from orbax_safetensors.devices.partition import Partition
 from orbax_safetensors.errors import RuleError
 
