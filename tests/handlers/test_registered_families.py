@@ -155,7 +155,7 @@ def test_a_family_by_its_name(line):
     item = target(expected, line, ("d",))
     assert_restored(stock(stored_directory("qwen3"), item), item, expected, "by name")
     llama = target(made_by_maxtext("llama3.1", "scanned"), line, ())
-    with pytest.raises(ost.MappingError, match="no registered family is for architectures .*LlamaForCausalLM"):
+    with pytest.raises(ost.MappingError, match="no registered family is for architecture LlamaForCausalLM"):
         stock(stored_directory("llama3.1"), llama)
 
 
@@ -293,7 +293,7 @@ def test_several_families_fit(line):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["BertModel"]}, r"no registered family is for architectures \['BertModel'\]"),
+        ({"architectures": ["BertModel"]}, r"no registered family is for architecture BertModel"),
         ({}, "no registered family is for a checkpoint without config.json"),
         (None, "no registered family is for a checkpoint without config.json"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "maxtext.qwen3: config.json has no 'num_hidden_layers'"),

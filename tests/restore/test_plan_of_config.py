@@ -119,7 +119,7 @@ def test_codes_and_scales_are_planned(copied):
         ({"dtype": None}, "has no dtype or torch_dtype, so a plan needs the files"),
         ({"dtype": "float7"}, "expected dtype bfloat16, float16, float32, float64, found 'float7'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config 'fp8' does not name the quantised"),
-        ({"architectures": ["Other"], "model_type": "other"}, "no family is for architectures"),
+        ({"architectures": ["Other"], "model_type": "other"}, "no family is for architecture Other"),
         ({"hidden_size": 0}, "has no elements"),
     ],
 )
