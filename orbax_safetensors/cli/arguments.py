@@ -168,7 +168,11 @@ def variant(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def switches_text(switches: Mapping[str, Any]) -> str:
-    """Return switches as `--variant` takes them."""
-    return " ".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in switches.items()
-    )
+    """Return switches as `--variant` takes them, and an object, which is a whole config, as `{...}`."""
+    return " ".join(f"{name}={_switch_text(value)}" for name, value in switches.items())
+
+
+def _switch_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{...}"
+    return value if isinstance(value, str) else json.dumps(value)
