@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
+from orbax_safetensors.mapping import registry
 from tests.support.family_samples import Sample
 from tests.support.roots import ROOT
 
@@ -15,6 +18,8 @@ pytestmark = pytest.mark.process
 
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "[--directory DIR]" in path.read_text())
+if not find_spec("transformers"):
+    PROGRAMS = sorted({*PROGRAMS} - {"families_table.py", "sweep_transformers.py"})
 
 
 # Runs every program in one process, which imports JAX only once.
@@ -118,6 +123,91 @@ def test_a_quick_run_of_deltas_makes_the_newer_checkpoint(tmp_path):
     found = json.loads(report.read_text())
     assert 0.009 < found["changed"] < 0.011
     assert {name: len(runs) for name, runs in found["runs"].items()} == {"delta": 1, "apply_delta": 1, "identical": 1}
+
+
+def run_sweep(program, *arguments):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", BENCHMARKS / program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_sweep_takes_types_of_transformers_there_and_back(tmp_path):
+    """Stacked experts, tied embeddings, an encoder with a decoder, and convolutions with buffers."""
+    report = tmp_path / "report.json"
+    types = ["qwen3_moe", "gpt2", "whisper", "resnet"]
+    printed = run_sweep("sweep_transformers.py", "--only", *types, "--directory", tmp_path, "--json", report)
+    found = json.loads(report.read_text())
+    assert [(outcome["model_type"], outcome["status"]) for outcome in found] == [(name, "equal") for name in types]
+    assert all(0 < outcome["sharded"] <= outcome["tensors"] for outcome in found)
+    assert all(0 < outcome["parameters"] < 50_000_000 for outcome in found)
+    assert "4 equal" in printed
+
+
+SWEEP_FAILS = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+import numpy, sweep_transformers, torch
+stored = {"w": torch.tensor([1.0, -0.0]), "b": torch.ones(2, dtype=torch.bfloat16)}
+found = {name: tensor.clone() for name, tensor in stored.items()}
+sweep_transformers.check("load", found, stored)
+wrong = [{"w": torch.tensor([1.0, 0.0])}, {"b": torch.ones(2)}, {"b": torch.ones(2, 1, dtype=torch.bfloat16)}]
+for other in ({**found, **wrong[0]}, {**found, **wrong[1]}, {**found, **wrong[2]}, {"w": found["w"]}):
+    try:
+        sweep_transformers.check("load", other, stored)
+    except sweep_transformers.Different as error:
+        print(error)
+ost = sweep_transformers.ost
+ost.load = lambda path, *target: {"w": numpy.zeros(1)}
+print(sweep_transformers.sweep("bert", pathlib.Path(sys.argv[2])).status)
+"""
+
+
+def test_the_sweep_notices_a_bit_a_dtype_a_shape_and_a_name(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SWEEP_FAILS, BENCHMARKS, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert done.stdout.splitlines() == [
+        "load: 1 of 2 differ: ['w']",
+        "load: 1 of 2 differ: ['b']",
+        "load: 1 of 2 differ: ['b']",
+        "load: missing ['b'], unexpected []",
+        "failed",
+    ], done.stderr
+
+
+FAMILIES_TABLE = ROOT / "docs" / "families-table.md"
+
+
+def test_rows_of_the_table_of_families_are_what_the_program_prints(tmp_path):
+    """Of a model that is only moved, and of one that the families compute with and refuse classes of."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    page = FAMILIES_TABLE.read_text()
+    if f"`transformers` {transformers.__version__}." not in page:
+        pytest.skip(f"the table is of another transformers than {transformers.__version__}")
+    printed = run_sweep("families_table.py", "--only", "olmo3", "gemma3_text", "--directory", tmp_path).splitlines()
+    assert len(printed) > 6
+    assert [line for line in printed if line not in page.splitlines()] == []
+
+
+def test_the_table_of_families_has_every_class_that_a_family_names():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    named = {name for family in registry.known() for name in family.architectures if hasattr(transformers, name)}
+    assert len(named) > 20
+    assert named <= set(re.findall(r"`(\w+)`", FAMILIES_TABLE.read_text()))
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "llama3.1", "qwen3-moe"])
