@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 from orbax_safetensors import SafetensorsOptions, delta
-from orbax_safetensors.cli.long_run import Reporter
+from orbax_safetensors.cli.reporter import Reporter
 from orbax_safetensors.cli.tables import Printer, Seconds, Share, Size
 
 

@@ -17,19 +17,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
-from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cli.long_run import Reporter
+from orbax_safetensors import SafetensorsError, StorageError
 from orbax_safetensors.cli.page import Page
 from orbax_safetensors.cli.picture import picture, stretches
+from orbax_safetensors.cli.reporter import Reporter
 from orbax_safetensors.cli.tables import Printer, Share, Size
 from orbax_safetensors.errors import printable
 from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.storage.paths import absolute_path, shown
+
+if TYPE_CHECKING:
+    from orbax_safetensors import Checkpoint
 
 PROCESSES = 2
 DEVICES = 4  # of each process
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     name = posixpath.basename(shown(path).rstrip("/")) if args.path else _MODEL
     page = Page(args.output, f"What each process read of {name}")
     with Reporter(args.command, sys.stderr, _progress_text) as reporter:
+        from orbax_safetensors.checkpoint.read import read_checkpoint  # a second, during which the bar moves
+
         checkpoint = read_checkpoint(path)
         if not checkpoint.tensors:
             raise StorageError(f"{path}: has no tensors to restore")

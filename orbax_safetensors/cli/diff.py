@@ -12,7 +12,7 @@ from typing import Any
 
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli.arguments import refuse, variant
-from orbax_safetensors.cli.long_run import Reporter
+from orbax_safetensors.cli.reporter import Reporter
 from orbax_safetensors.cli.tables import Cell, Printer, shape_text
 from orbax_safetensors.storage.paths import absolute_path
 from orbax_safetensors.streaming.comparison import ArrayDifference, Comparison, compare

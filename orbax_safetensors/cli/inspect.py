@@ -26,7 +26,7 @@ from orbax_safetensors.cli.arguments import refuse, variant
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.family_facts import family_facts, full_name
 from orbax_safetensors.cli.layer_order import by_layer
-from orbax_safetensors.cli.long_run import Reporter
+from orbax_safetensors.cli.reporter import Reporter
 from orbax_safetensors.cli.tables import Facts, Printer, Size, shape_text
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store import array_name, open_step

@@ -8,15 +8,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import jax
 
 from orbax_safetensors import Conversion, Link, SafetensorsError
-from orbax_safetensors.cli.messages import Messages
+from orbax_safetensors.cli.reporter import Reporter
 from orbax_safetensors.cli.tables import Facts, Printer
-from orbax_safetensors.transfer.progress_bar import Bar
 
 # The longest that a process which has failed waits for the others, in seconds, if they do not know of it. Then JAX
 # ends all of them. What ends well ends at about the same time in all.
@@ -106,18 +105,3 @@ def _ended_by_signals(received: list[signal.Signals]) -> Iterator[None]:
         for number, handler in handlers.items():
             # None is a handler that is not Python's, and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-class Reporter(Bar):
-    """A bar with the messages of the package above it."""
-
-    def __enter__(self) -> Self:
-        self._messages = Messages(self.say)
-        self._messages.__enter__()
-        return super().__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._messages.__exit__()
-        super().__exit__(kind, error, traceback)

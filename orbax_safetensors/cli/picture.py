@@ -10,11 +10,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import log, prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.drawing import MOST_CELLS, Band, CellRow, Drawing, DrawnCell
 from orbax_safetensors.errors import printable
@@ -22,6 +21,9 @@ from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import Runs
 from orbax_safetensors.transfer.plan import Part, TransferPlan
+
+if TYPE_CHECKING:
+    from orbax_safetensors import Checkpoint
 
 # The most bands. If there would be more, the smallest leaves share one, as those do that do not fill a cell.
 _MOST_BANDS = 24

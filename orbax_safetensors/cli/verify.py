@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from orbax_safetensors import Checkpoint, SafetensorsOptions
 from orbax_safetensors.checkpoint.data import DataCheck
 from orbax_safetensors.checkpoint.verify import verified
-from orbax_safetensors.cli.long_run import Reporter
+from orbax_safetensors.cli.reporter import Reporter
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING

