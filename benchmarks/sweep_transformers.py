@@ -254,10 +254,8 @@ def main() -> int:
         sys.stdout.flush()
     counts = collections.Counter(outcome.status for outcome in found)
     cut = sum(outcome.sharded > 0 for outcome in found)
-    print(
-        f"\ntransformers {transformers.__version__}, {len(found)} model types with a class: {counts[EQUAL]} equal, of"
-    )
-    print(f"which {cut} have tensors that were cut; {counts[NOT_MADE]} not made, {counts[FAILED]} failed")
+    print(f"\n{len(found)} model types of transformers {transformers.__version__}: {counts[EQUAL]} equal, with tensors")
+    print(f"cut among devices in {cut} of them; {counts[NOT_MADE]} not made, {counts[FAILED]} failed")
     if args.json:
         args.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1))
     return 1 if counts[FAILED] else 0

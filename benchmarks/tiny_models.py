@@ -80,13 +80,15 @@ def _place(name: str) -> int:
 
 def shrunk(config: Mapping[str, Any], divisor: int, layers: int) -> dict[str, Any]:
     """Return a config with small numbers, and the configs in it likewise."""
-    counts = {value for key, value in config.items() if _LAYERS.fullmatch(key) and isinstance(value, int)}
-    out: dict[str, Any] = {}
+    counts = {value for key, value in config.items() if _LAYERS.fullmatch(str(key)) and isinstance(value, int)}
+    out: dict[Any, Any] = {}
     for key, value in config.items():
         if key in _DERIVED:
             continue
-        if isinstance(value, dict) and not key.endswith(("2id", "2label")):
-            entries = {at: entry for at, entry in value.items() if not str(at).isdigit() or int(at) < layers}
+        if not isinstance(key, str):
+            out[key] = value
+        elif isinstance(value, dict) and not key.endswith(("2id", "2label")):
+            entries = {at: entry for at, entry in value.items() if not _is_of_layer(at, entry) or int(at) < layers}
             out[key] = shrunk(entries, divisor, layers)
         elif isinstance(value, list) and value and not isinstance(value[0], dict):
             if len(value) in counts and len(value) > layers:
@@ -103,11 +105,15 @@ def shrunk(config: Mapping[str, Any], divisor: int, layers: int) -> dict[str, An
     return {**out, **_heads(out), **_ARGUMENTS.get(config.get("model_type", ""), {})}
 
 
+def _is_of_layer(key: Any, entry: Any) -> bool:
+    return str(key).isdigit() and isinstance(entry, dict)
+
+
 def _heads(config: Mapping[str, Any]) -> dict[str, int]:
     """Return heads of an even size if it follows from the width, and is not even."""
-    key = next((key for key in ("num_heads", "num_attention_heads") if config.get(key)), None)
+    key = next((key for key in ("num_heads", "num_attention_heads") if isinstance(config.get(key), int)), None)
     width = config.get("hidden_size") or config.get("embed_dim")
-    if key is None or not isinstance(width, int) or config.keys() & {"head_dim", "num_key_value_heads"}:
+    if not key or not config[key] or not isinstance(width, int) or config.keys() & {"head_dim", "num_key_value_heads"}:
         return {}
     return {} if width % (2 * config[key]) == 0 else {key: gcd(config[key], width // 2)}
 
@@ -140,8 +146,10 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         + ["compressed_sparse_attention"],
         "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 2,
     },
+    "deepseek_ocr2_text": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "mlp_layer_types": ["dense"] * 2},
+    "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dory": {"num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2},
-    "dots1": {"n_routed_experts": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
     "emu3": {"vocabulary_map": {"<image>": 4}},
     "esm": {"vocab_size": 33, "pad_token_id": 1},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -153,6 +161,13 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 8},
     "nemotron": {"num_key_value_heads": 8},
     "qwen3_omni_moe": {"enable_audio_output": False},  # the config of the talker lacks two sizes
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "t5gemma2_text": {"dropout_rate": 0.0},
     "time_series_transformer": {"prediction_length": 4},
 }
