@@ -194,8 +194,7 @@ def deepseek_fp8(config: Mapping[str, Any]) -> Tensors:
                 shapes |= _feed_forward(f"mlp.experts.{expert}.", hidden, width)
         tensors |= {f"{at}{name}.weight": Tensor("BF16", shape) for name, shape in plain.items()}
         for name, shape in shapes.items():
-            tensors[f"{at}{name}.weight"] = Tensor("F8_E4M3", shape)
-            tensors[f"{at}{name}.weight_scale_inv"] = Tensor("F32", tuple(-(-size // BLOCK) for size in shape))
+            tensors |= _fp8(f"{at}{name}.weight", shape)
     return tensors
 
 
@@ -236,7 +235,16 @@ def kimi_int4(config: Mapping[str, Any]) -> Tensors:
 def llama_of(config: Mapping[str, Any]) -> Tensors:
     """`llama`, as its `config.json` says."""
     sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "feed_forward": "intermediate_size"}
-    return llama(**{size: config[name] for size, name in sizes.items()}, vocabulary=config["vocab_size"])
+    tensors = llama(**{size: config[name] for size, name in sizes.items()}, vocabulary=config["vocab_size"])
+    return tensors if config["tie_word_embeddings"] else tensors | _ends(config)
+
+
+def llama_fp8(config: Mapping[str, Any]) -> Tensors:
+    """The same, with linear layers in fp8 with a scale for each block of 128 x 128."""
+    tensors: Tensors = {}
+    for name, tensor in llama_of(config).items():
+        tensors |= _fp8(name, tensor.shape) if name.endswith("_proj.weight") else {name: tensor}
+    return tensors
 
 
 def llama_int4(config: Mapping[str, Any]) -> Tensors:
@@ -246,6 +254,11 @@ def llama_int4(config: Mapping[str, Any]) -> Tensors:
         is_linear = name.endswith("_proj.weight")
         tensors |= _int4(name, tensor.shape) if is_linear else {name: tensor}
     return tensors
+
+
+def _fp8(name: str, shape: tuple[int, ...]) -> Tensors:
+    blocks = tuple(-(-size // BLOCK) for size in shape)
+    return {name: Tensor("F8_E4M3", shape), f"{name}_scale_inv": Tensor("F32", blocks)}
 
 
 def _int4(name: str, shape: tuple[int, ...]) -> Tensors:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import ml_dtypes
 import models
 import numpy as np
 from checkpoints import DTYPES, chill, read_header, read_tensors, warm
+from maxtext_reference import parameters
 from safetensors import deserialize
 from safetensors.numpy import load_file
 
@@ -234,6 +236,52 @@ def materialise(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     return load
 
 
+def transformers(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """`from_pretrained` of a Llama, MaxText's tree of it with NumPy, leaf by leaf, and the shards of each leaf."""
+    from torch import bfloat16, int16
+    from transformers import FineGrainedFP8Config, LlamaForCausalLM
+
+    config = json.loads((Path(job.directory) / "config.json").read_text())
+    decode = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if "quantization_config" in config else {}
+
+    def load() -> Arrays:
+        model = LlamaForCausalLM.from_pretrained(job.directory, dtype=bfloat16, local_files_only=True, **decode)
+        stored = {name: tensor.view(int16).numpy().view(models.BF16) for name, tensor in model.state_dict().items()}
+        del model
+        out: Arrays = {}
+        for parameter in parameters(job.family.removeprefix("maxtext."), config, stored):
+            path = parameter.path.replace("-", ".")
+            out[path] = jax.device_put(parameter.made(), wanted[path].sharding)
+        return out
+
+    return load
+
+
+def orbax_converted(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """Orbax, from what MaxText's converter has made of the files."""
+    import orbax.checkpoint as ocp
+
+    tree: dict[str, Any] = {}
+    for path, array in wanted.items():
+        *above, name = path.split(".")
+        reduce(lambda node, key: node.setdefault(key, {}), above, tree)[name] = array
+    restore_args = {"params": ocp.checkpoint_utils.construct_restore_args(tree)}
+    args = ocp.args.PyTreeRestore({"params": tree}, restore_args=restore_args, transforms={})
+
+    def load() -> Arrays:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            restored = checkpointer.restore(converted_item(Path(job.directory)), args=args)["params"]
+        leaves = jax.tree_util.tree_leaves_with_path(restored)
+        return {jax.tree_util.keystr(path, simple=True, separator="."): array for path, array in leaves}
+
+    return load
+
+
+def converted_item(directory: Path) -> Path:
+    """Where MaxText's converter puts the parameters of a checkpoint, two levels below its output directory."""
+    return directory.with_name(f"{directory.name}-converted") / "0" / "items"
+
+
 def torch(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     """`safetensors.torch.load_file`, which maps the files, and NumPy views of its tensors."""
     from safetensors.torch import load_file as load_torch
@@ -372,6 +420,8 @@ LOADERS: dict[str, Callable[[Job, Wanted], Callable[[], Arrays]]] = {
     "safetensors.numpy": numpy,
     "safetensors.torch": torch,
     "NumPy, then shards": materialise,
+    "transformers, then shards": transformers,
+    "Orbax, converted": orbax_converted,
     "fastsafetensors": fastsafetensors,
     "runai-model-streamer": runai,
     "copy limit": copy_limit,
@@ -415,10 +465,13 @@ def check(job: Job, arrays: Arrays, wanted: Wanted) -> None:
         return
     assert arrays.keys() == wanted.keys()
     if job.family:
-        made = models.materialised(directory, job.family)
-        assert arrays.keys() == made.keys()
-        for path in list(made):
-            same(path, arrays[path], wanted[path], made.pop(path))
+        # The package rounds decoded values when all is computed, the others at once.
+        decoded = np.dtype(np.float32) if job.loader == "this package" else models.BF16
+        left = set(arrays)
+        for path, made in models.leaves(directory, job.family, decoded):
+            same(path, arrays[path], wanted[path], made.astype(wanted[path].dtype, copy=False))
+            left.remove(path)
+        assert not left
         return
     for file in sorted(directory.glob("*.safetensors")):
         for name, stored in deserialize(file.read_bytes()):

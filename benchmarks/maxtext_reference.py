@@ -77,13 +77,14 @@ class Parameter(NamedTuple):
     parts: list[Callable[[], np.ndarray]]
     stacked: bool
 
+    def made(self) -> np.ndarray:
+        """The array."""
+        return np.stack([part() for part in self.parts], 1) if self.stacked else self.parts[0]()
+
 
 def converted(model: str, config: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Arrays:
     """MaxText's scanned parameters, `params-decoder-...`, of `llama3`, `qwen3_moe` or `deepseek3`."""
-    return {
-        path: np.stack([part() for part in parts], 1) if stacked else parts[0]()
-        for path, parts, stacked in parameters(model, config, stored)
-    }
+    return {parameter.path: parameter.made() for parameter in parameters(model, config, stored)}
 
 
 def parameters(model: str, config: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Iterator[Parameter]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from checkpoints import BLOCK, DTYPES, read_header
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from maxtext_reference import converted
+from maxtext_reference import parameters
 
 _SCALES, _PACKED = "_scale_inv", "_packed"
 _PARAMETERS = (_SCALES, ".weight_scale", ".weight_shape")
@@ -95,10 +95,10 @@ def map_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 class Decoded(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint, fp8 in blocks and int4 in groups as bf16, decoded whenever they are asked for."""
+    """The tensors of a checkpoint, fp8 in blocks and int4 in groups as `dtype`, decoded whenever they are asked for."""
 
-    def __init__(self, stored: Mapping[str, np.ndarray]) -> None:
-        self._stored = stored
+    def __init__(self, stored: Mapping[str, np.ndarray], dtype: np.dtype = BF16) -> None:
+        self._stored, self._dtype = stored, dtype
 
     def __iter__(self) -> Iterator[str]:
         return (name.removesuffix(_PACKED) for name in self._stored if not name.endswith(_PARAMETERS))
@@ -112,18 +112,24 @@ class Decoded(Mapping[str, np.ndarray]):
             values = np.stack([pairs & 15, pairs >> 4], -1).reshape(*scales.shape, -1).astype(np.float32)
             values -= 8
             values *= scales.astype(np.float32)[..., None]
-            return values.astype(BF16).reshape(len(pairs), -1)
+            return values.astype(self._dtype).reshape(len(pairs), -1)
         values = self._stored[name]
         block_scales = self._stored.get(name + _SCALES)
         if block_scales is None:
             return values
         rows, columns = values.shape
         factors = np.repeat(np.repeat(block_scales, BLOCK, 0)[:rows], BLOCK, 1)[:, :columns]
-        return (values.astype(np.float32) * factors).astype(BF16)
+        return (values.astype(np.float32) * factors).astype(self._dtype)
+
+
+def leaves(directory: Path, family: str, decoded: np.dtype = BF16) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a family's tree, whole, with their paths, computed from values that are decoded as `decoded`."""
+    config = json.loads((directory / "config.json").read_text())
+    stored = Decoded(map_tensors(directory), decoded)
+    for parameter in parameters(family.removeprefix("maxtext."), config, stored):
+        yield parameter.path.replace("-", "."), parameter.made()
 
 
 def materialised(directory: Path, family: str) -> dict[str, np.ndarray]:
-    """The arrays of a family's tree by path, whole."""
-    config = json.loads((directory / "config.json").read_text())
-    made = converted(family.removeprefix("maxtext."), config, Decoded(map_tensors(directory)))
-    return {path.replace("-", "."): array for path, array in made.items()}
+    """The same, all at once."""
+    return dict(leaves(directory, family))
