@@ -405,7 +405,7 @@ def test_two_restores_at_once_have_memory_of_their_own():
     assert all(one != other for one, other in zip(*addresses, strict=True))
 
 
-@pytest.mark.parametrize("number", cross([30, 300], [30]))
+@pytest.mark.parametrize("number", cross([30, 100], [30]))
 def test_many_restores_leave_no_memory_and_no_threads(number):
     client = Client()
 

@@ -67,7 +67,7 @@ def encodings(draw):
     return Encoding(shape, draw(st.sampled_from([4, 8])), "unsigned4", parameters)
 
 
-@examples(2000)
+@examples(1000)
 @given(data=st.data())
 def test_words_are_for_the_elements_of_the_box_and_no_byte_is_read_in_vain(data):
     encoding = data.draw(encodings())

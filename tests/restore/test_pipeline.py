@@ -357,7 +357,7 @@ def counts():
     return threading.active_count(), mappings, len(os.listdir("/proc/self/fd")), len(jax.live_arrays()), programs
 
 
-@pytest.mark.parametrize("number", cross([50, 300], [50]))
+@pytest.mark.parametrize("number", cross([50, 100], [50]))
 def test_many_restores_grow_nothing(work, monkeypatch, number):
     gc.set_threshold(700, 10, 10)
     work.load()

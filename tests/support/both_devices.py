@@ -1,4 +1,7 @@
-"""Tests with the mark `both_devices` run twice: with the CPU devices that there are, and with emulated accelerators."""
+"""Tests with the mark `both_devices` run twice: with the CPU devices that there are, and with emulated accelerators.
+
+With `both_devices(fast="cpu")`, the fast tier has the first only: accelerators compile a program for each layout.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("both_devices"):
-        metafunc.parametrize("device", ["cpu", "accelerator"], indirect=True)
+    if mark := metafunc.definition.get_closest_marker("both_devices"):
+        in_fast = mark.kwargs.get("fast", "both") == "both"
+        accelerated = pytest.param("accelerator", marks=() if in_fast else pytest.mark.cross)
+        metafunc.parametrize("device", ["cpu", accelerated], indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,8 @@ ON_TWO_AXES = [
     *[tuple({first: "x", second: "y"}.get(at) for at in DIMENSIONS) for first in DIMENSIONS for second in DIMENSIONS],
     *[tuple(("y", "x") if at == dimension else None for at in DIMENSIONS) for dimension in DIMENSIONS],
 ]
+# Of these a few, in which each dimension is cut, for what compiles programs for each.
+ON_TWO_AXES_FAST = [("x", "y", None, None), ("y", None, "x", None), (None, None, None, ("y", "x"))]
 
 
 def checkpointer(mode="scanned", **more):
