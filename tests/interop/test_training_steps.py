@@ -4,7 +4,6 @@ The models and adapters of the examples, in `transformers` and PEFT, while other
 """
 
 import importlib
-import os
 
 import flax.nnx as nnx
 import jax
@@ -13,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from tests.support import hang
 from tests.support.roots import ROOT
 
 torch = pytest.importorskip("torch")
@@ -65,8 +65,8 @@ def seen_while_training(example, program, tmp_path, look):
                 except (OSError, ValueError):
                     # Only what `max_to_keep` has deleted cannot be read. PEFT takes its path for a name on the Hub.
                     while (run / str(step)).exists():
-                        os.sched_yield()
-            os.sched_yield()
+                        hang.pause()
+            hang.pause()
     finally:
         training.kill()
         training.wait()

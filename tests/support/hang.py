@@ -5,6 +5,12 @@ it to this process and to those that tests start, so `-o faulthandler_timeout=60
 """
 
 import os
+import time
 
 VARIABLE = "TESTS_HANG_SECONDS"
 SECONDS = float(os.environ.get(VARIABLE, "600"))
+
+
+def pause() -> None:
+    """Leave the processor to others for a moment, in a loop that looks for what has to come."""
+    time.sleep(0.01)
