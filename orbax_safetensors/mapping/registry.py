@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping.architectures import is_for
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.mapping.family import NO_CONFIG, Family, Variant, switches_of
@@ -170,7 +171,7 @@ def architecture_text(config: Mapping[str, Any]) -> str:
     """Return how a message names a config's architecture."""
     if architectures := config.get("architectures"):
         names = architectures if isinstance(architectures, list | tuple) else [architectures]
-        return f"architecture {', '.join(map(str, names))}"
+        return f"architecture {some(names)}"
     if "model_type" in config:
         return f"model_type {config['model_type']}"
     return "a checkpoint without config.json" if not config else "a config.json that names no architecture"
