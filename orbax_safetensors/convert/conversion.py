@@ -116,7 +116,7 @@ def convert(
         or a directory; small files of the directory other than weights are also copied. From safetensors, the default
         is the config beside the source, without its `quantization_config`.
       dtype: what to cast floating-point arrays to: one dtype for all, which also enters the config, or a dict from
-        patterns to dtypes. The first pattern that `re.search` finds in an array's name counts. To Orbax, names are
+        regular expressions to dtypes. The first that `re.search` finds in an array's name counts. To Orbax, names are
         those of `spec`, to safetensors those of the tensors. Other arrays keep their dtype.
       mesh, spec: to Orbax, the mesh and the partitions for which chunks are cut, as for `reshard`. Names are those of
         `open_checkpoint(source, family=family).leaves`, for example `params.decoder.decoder_norm.scale`.
@@ -190,7 +190,7 @@ def reshard(
       destination: as for `convert`. A step of Orbax keeps the name of its directory, in this directory; an item alone
         becomes this directory.
       mesh: the sizes of axes by name, such as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
-      spec: a dict from patterns to partitions. The first pattern that `re.search` finds in an array's name counts. A
+      spec: a dict from regular expressions to partitions. The first that `re.search` finds in an array's name counts. A
         partition has an entry for each leading dimension: an axis, a tuple of axes, or None; a `PartitionSpec` works
         too. Other arrays are not sharded. Axes have to divide the dimensions: an array that its partition does not fit
         stays whole, with a warning, and each pattern has to fit at least one array.

@@ -15,7 +15,7 @@ from orbax_safetensors.format.dtypes import from_numpy, nearest_dtype
 
 
 class Casts:
-    """One dtype for all floating-point arrays, or dtypes by patterns of names: the first pattern that matches counts.
+    """One dtype for all floating-point arrays, or dtypes by regular expressions: the first found in a name counts.
 
     Other arrays keep their dtype, as do arrays that no pattern matches. `everywhere` is the dtype for all, or None.
     """

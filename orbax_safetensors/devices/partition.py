@@ -36,7 +36,7 @@ _UNSHARDED = {"checkpoint_sharding_axis": 1}
 
 @dataclass(frozen=True)
 class Partition:
-    """A mesh, and for patterns of names, or whole names, the axes that shard an array's dimensions.
+    """A mesh, and for regular expressions of names, or whole names, the axes that shard an array's dimensions.
 
     The first pattern that matches anywhere in a name (`re.search`) decides. An array is not sharded if no pattern
     matches its name, or if its shape does not fit. `names` are whole names, for partitions without patterns.

@@ -1,4 +1,4 @@
-"""Rules by patterns of names: the first pattern that matches anywhere in a name (`re.search`) decides.
+"""Rules by regular expressions of names: the first one that matches anywhere in a name (`re.search`) decides.
 
 A name is the dotted path of a leaf in its tree, or the name of a stored tensor. A pattern may have or omit the `.value`
 at the end of paths in an `nnx.State`.
@@ -20,12 +20,36 @@ Misfit = tuple[str, tuple[int, ...], str]
 """An array's name, its shape, and why a rule does not fit it."""
 
 
+# What a regular expression of names hardly repeats: its beginning, or one character of a word, as in `layers.1*`.
+_GLOB = re.compile(r"(^|[\w?])\*")
+# An escape or a set, which may be repeated, or have a star in it.
+_ONE_OF_MANY = re.compile(r"\\.|\[[^\]]*\]")
+
+
 def check_pattern(argument: str, pattern: str) -> None:
-    """Raise `RuleError` if `pattern` is not a regular expression."""
+    """Raise `RuleError` if `pattern` is not a regular expression, or looks like a shell pattern such as `*.mlp.*`."""
+    if isinstance(pattern, str) and _GLOB.search(_ONE_OF_MANY.sub("-", pattern)):
+        regex = repr(_regex_of(pattern)).replace("\\\\", "\\")
+        raise RuleError(
+            f"{argument}: {pattern!r} is a regular expression, searched anywhere in the name; for the glob "
+            f"{pattern!r} write {regex}"
+        )
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise RuleError(f"{argument}: {pattern!r} is not a regular expression: {error}") from error
+
+
+def _regex_of(glob: str) -> str:
+    """Return the regular expression that finds the names that a shell pattern matches.
+
+    A pattern that also has signs of regular expressions keeps them: only its stars become `.*`.
+    """
+    if re.search(r"[\\^$|+()\[\]{}]", glob):
+        return _GLOB.sub(r"\1.*", glob)
+    parts = re.split(r"\*+", glob)
+    regex = ".*".join(re.escape(part).replace(r"\?", ".") for part in parts if part)
+    return f"{'^' * bool(parts[0])}{regex}{'$' * bool(parts[-1])}" or "."
 
 
 def first_match(patterns: Sequence[re.Pattern[str]], name: str) -> int | None:

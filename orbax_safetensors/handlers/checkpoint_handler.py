@@ -167,8 +167,9 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         `jax.ShapeDtypeStruct` does, comes back as a `jax.Array` if it or `restore_args` has a sharding. If neither has,
         it comes back as a NumPy array of its dtype, 64 bits included, and is an error if there are several processes: a
         file does not say on which devices an array was. `ocp.ArrayRestoreArgs()` without a sharding makes it a
-        `jax.Array` on the default device. Without `restore_args`, `item` may also be a mesh, a sharding or a function
-        that returns one, as the target of `load`.
+        `jax.Array` on the default device. A tensor is cast to the dtype of such a leaf; from floating point to integers
+        or bool, that is an error, and only the `dtype` of `restore_args` casts so. Without `restore_args`, `item` may
+        also be a mesh, a sharding or a function that returns one, as the target of `load`.
       restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself if
         there is no `item`. A leaf's sharding, shape and dtype here take precedence over those of `item`.
       partial_restore: leave out tensors that the tree does not name, and ignore leaves of `restore_args` that `item`
@@ -246,9 +247,9 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
         "leave" leaves them out. The log names them.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
-      dtype: to cast arrays of floating point to while writing: one for all leaves, or dtypes by pattern of names, as
-        for `load`. It takes precedence over `save_args` and over the dtypes of `like`. The config that is written names
-        the dtype of most values. Tensors that are copied from `like` keep theirs.
+      dtype: to cast arrays of floating point to while writing: one for all leaves, or dtypes by regular expressions
+        of names, as for `load`. It takes precedence over `save_args` and over the dtypes of `like`. The config that is
+        written names the dtype of most values. Tensors that are copied from `like` keep theirs.
     """
 
     item: Any

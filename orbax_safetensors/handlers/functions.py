@@ -51,7 +51,7 @@ def load(
         its sharding, or None for a NumPy array. A name is a leaf's path in the tree, joined by dots.
       family, variant: as for `SafetensorsRestore`.
       dtype: what to cast floating-point arrays to, whatever the target describes: one dtype for all, or a dict from
-        patterns to dtypes. The first pattern that `re.search` finds in a leaf's name counts.
+        regular expressions to dtypes. The first that `re.search` finds in a leaf's name counts.
       partial: which leaves to restore. With a tree, True leaves out what it does not name. With another target, names
         of leaves, or patterns of names in which `*` stands for any characters, return the tree with these alone.
       options: how bytes are moved.

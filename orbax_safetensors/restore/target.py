@@ -17,6 +17,7 @@ from jax.experimental.layout import Format
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.arrays import check_holdable
+from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.devices.sharding import local_boxes, plain
 from orbax_safetensors.devices.trees import is_random
 from orbax_safetensors.errors import TensorMismatchError
@@ -189,6 +190,11 @@ def _dtype(packed: DType | None, held: np.dtype, kind: type, leaf: Any, args: oc
     if dtype != held and packed is not None:
         raise TensorMismatchError(
             f"{packed.name} is restored as packed bytes of {held}, which cannot be cast to {dtype}"
+        )
+    if args.dtype is None and kind in (jax.Array, np.ndarray) and is_float(held) and dtype.kind in "iub":
+        raise TensorMismatchError(
+            f"expected {dtype}, found {held}, whose values would be lost; describe the leaf as {held}, or request the "
+            "cast with ocp.ArrayRestoreArgs(dtype=...)"
         )
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
         requested = dtype if kind in (jax.Array, np.ndarray) else kind.__name__

@@ -184,6 +184,8 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["convert", QWEN3, "to", "--to", "orbax", "--variant", "scan_layers=false"], "--variant needs a --family"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "float99"], "expected DTYPE or REGEX=DTYPE"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "(=float32"], "is not a regular expression"),
+        (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "*.mlp.*=float32"], r"write '\.mlp\.'"),
+        (["reshard", QWEN3, "to", "--mesh", "x=2", "--spec", "*norm=x"], "--spec: '*norm' is a regular expression"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "float32", "--dtype", "a=float16"], "--dtype is either"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "a=float32", "--dtype", "a=float16"], "--dtype is either"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--memory", "lots"], "expected a number of bytes above 0"),

@@ -53,6 +53,7 @@ def test_a_target_of_many_leaves_is_asked_for_by_name():
         ([2], {}, (6,), "mesh: expected the sizes"),
         ({"x": 2}, ["x"], (6,), "spec: expected axes by pattern"),
         ({"x": 2}, {"(": ("x",)}, (6,), r"spec: '\(' is not a regular expression"),
+        ({"x": 2}, {"*a": ("x",)}, (6,), r"spec: '\*a' is a regular expression, .* for the glob '\*a' write 'a\$'"),
         ({"x": 2}, {"a": "x"}, (6,), "spec: 'a': expected a tuple"),
         (None, {"a": ("x",)}, (6,), "pass mesh"),
     ],

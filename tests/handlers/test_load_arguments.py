@@ -146,6 +146,12 @@ def test_a_cast_of_quantised_tensors(tmp_path):
         ({"nrom": "float32"}, "dtype: 'nrom' is found in none of the 26 names of floating-point arrays"),
         ({"ids": "float32"}, "dtype: 'ids' is found in none"),
         ({"(": "float32"}, r"dtype: '\(' is not a regular expression"),
+        (
+            {"*.mlp.*": "float32"},
+            r"^dtype: '\*\.mlp\.\*' is a regular expression, searched anywhere in the name; for the glob "
+            r"'\*\.mlp\.\*' write '\\\.mlp\\\.'$",
+        ),
+        ({"layers.1*": "float32"}, r"for the glob 'layers\.1\*' write '\^layers\\\.1'$"),
     ],
 )
 def test_wrong_dtypes(directory, dtype, message):

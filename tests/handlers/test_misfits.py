@@ -116,6 +116,22 @@ def test_a_dtype_that_cannot_be_cast_to(tmp_path, checkpointer):
         checkpointer.restore(tmp_path, item={"w": jax.ShapeDtypeStruct((3,), jnp.float8_e5m2)})
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.int8, np.uint16, np.bool_])
+@pytest.mark.parametrize("leaf", [struct, np.zeros_like], ids=["described", "array"])
+def test_a_tree_of_integers_for_floating_point(directory, checkpointer, kind, leaf):
+    """Their values would be lost: all of them are in (-1, 1), or True."""
+    item = {"layer": {"w": leaf(W, dtype=kind)}}
+    message = rf"'layer.w': expected {np.dtype(kind)}, found float32, whose values would be lost; describe the leaf as"
+    for args in (item, ost.SafetensorsRestore(item, partial_restore=True)):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            if args is item:
+                ost.load(directory, item, partial=True)
+            else:
+                checkpointer.restore(directory, args=args)
+    args = {"layer": {"w": ocp.ArrayRestoreArgs(dtype=kind)}}
+    assert checkpointer.restore(directory, restore_args=args, partial_restore=True)["layer"]["w"].dtype == kind
+
+
 @pytest.mark.parametrize("shape", [(-1, 8), 8, (8, 8.0), "ab"])
 def test_a_shape_that_is_none(directory, checkpointer, shape):
     args = {"layer": {"w": ocp.ArrayRestoreArgs(global_shape=shape, strict=False)}}
