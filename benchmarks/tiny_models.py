@@ -2,9 +2,8 @@
 
     model = tiny_models.make("llama", Path("/tmp/llama"))
 
-There is no table of types: widths are divided, counts have a limit, and a list with an entry for each layer is cut with
-the layers. If the class refuses such a config, the next divisor is tried, and the default config last. `_ARGUMENTS` has
-the types whose configs have no defaults.
+Widths are divided, counts have a limit, and a list with an entry for each layer is cut with the layers. If no class
+takes such a config, the next of `SIZES` is tried, and the default config last. `_ARGUMENTS` has what some types need.
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
-MOST_PARAMETERS = 50_000_000
+MOST_PARAMETERS = 50_000_000  # of a model; 200 MB in float32
 # What widths are divided by and how many layers there are at most, in the order of the attempts.
 SIZES = ((16, 2), (16, 6), (8, 2), (4, 2), (4, 12), (2, 2), (1, 2))
-# Sizes that all are divided alike, so that they still fit each other; the number of heads stays as it is.
+# What a tensor's dimensions follow from. All are divided alike, so that they still fit each other.
 _WIDTH = re.compile(
     r"(.*_)?(size|sizes|dim|dims|channels|width|features|d_model|d_ff|d_kv|d_inner|d_head|d_latents|headdim|n_embd|hidden"
     r"|rank|n_filters|num_filters|groups|query_pre_attn_scalar)"
 )
-# Sizes of images, of sounds and of convolutions, and numbers of things.
+# Names that match, too, but are of images, sounds or convolutions, or are numbers of things.
 _NO_WIDTH = re.compile(
     r".*(vocab|image|patch|kernel|window|stride|chunk|batch|input|group(?!s)|block|grid|tile|state_|pool|codebook_size|beam|crop"
     r"|num_(?!filters|groups)|max_|context|temporal|scale|pretrain|merge|cache|ratio|position|audio_channels|in_chan).*"
 )
 _LAYERS = re.compile(r"(.*_)?(layers|n_layer|depth|depths|num_blocks|layers_per_stack|layers_per_block|num_res_blocks)")
 _INDICES = re.compile(r".*(index|indices|idx|indexes|_layer_ids|_feature_layer)")
+# The most that a number may be; the first pattern that matches counts.
 _LIMITS = (
     (re.compile(r"(.*_)?vocab(_size)?(_.*)?|num_embeddings|.*_vocab_.*"), 128),
     (re.compile(r".*(kv_shared|nextn_predict|adapter)_layers"), 1),
@@ -50,9 +50,10 @@ _LIMITS = (
     ),
 )
 _TOKEN = re.compile(r".*token(_id|_index|_ids)?|(pad|bos|eos|sep|mask|unk)_(id|index|idx)|.*_token_idx|.*_pad_id")
-_HEADS = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForPreTraining", "ForMaskedLM")
 # Layers of one kind, where there should be some of another.
 _FIRST_LAYERS = re.compile(r".*dense_layers|first_k_dense_replace")
+# Classes with a head, and so with all tensors of a model, those of several towers first.
+_HEADS = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForPreTraining", "ForMaskedLM")
 # Derived anew from the number of layers.
 _DERIVED = {"out_features", "out_indices", "stage_names", "transformers_version", "_out_features", "_out_indices"}
 
@@ -110,12 +111,12 @@ def _is_of_layer(key: Any, entry: Any) -> bool:
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return heads of an even size if it follows from the width, and is not even."""
+    """Return a number of heads of an even size, if that follows from the width and the config's number has none."""
     key = next((key for key in ("num_heads", "num_attention_heads") if isinstance(config.get(key), int)), None)
     width = config.get("hidden_size") or config.get("embed_dim")
-    if not key or not config[key] or not isinstance(width, int) or config.keys() & {"head_dim", "num_key_value_heads"}:
+    if key is None or not isinstance(width, int) or config.keys() & {"head_dim", "num_key_value_heads"}:
         return {}
-    return {} if width % (2 * config[key]) == 0 else {key: gcd(config[key], width // 2)}
+    return {key: gcd(config[key], width // 2)}
 
 
 def _small(key: str, value: Any, divisor: int, layers: int) -> Any:
