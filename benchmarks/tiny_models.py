@@ -190,9 +190,8 @@ def make(
     It has saved itself to `directory`, in several files. `sizes` are pairs of a divisor for widths and the most layers;
     the first pair that the class takes counts. Raises `NotMade`.
     """
-    config_class = configuration_auto.CONFIG_MAPPING[model_type]
     reasons: list[str] = []
-    for config in _configs(config_class, model_type, sizes, reasons):
+    for config in _configs(model_type, sizes, reasons):
         for name in names or classes(model_type):
             try:
                 model_class = getattr(transformers, name)
@@ -214,11 +213,12 @@ def make(
     raise NotMade(" | ".join(dict.fromkeys(reasons)))
 
 
-def _configs(config_class: Any, model_type: str, sizes: Sequence[tuple[int, int]], reasons: list[str]) -> Iterator[Any]:
+def _configs(model_type: str, sizes: Sequence[tuple[int, int]], reasons: list[str]) -> Iterator[Any]:
     try:
+        config_class = configuration_auto.CONFIG_MAPPING[model_type]
         default = config_class(**_ARGUMENTS.get(model_type, {}))
     except Exception as error:
-        raise NotMade(f"{config_class.__name__}: {error}") from error
+        raise NotMade(text(configuration_auto.CONFIG_MAPPING_NAMES[model_type], error)) from error
     for divisor, layers in sizes:
         try:
             yield config_class.from_dict(shrunk(default.to_dict(), divisor, layers))
