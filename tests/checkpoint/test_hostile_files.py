@@ -122,11 +122,7 @@ def tracing():
     To stop it is not safe while threads of other libraries allocate (https://github.com/python/cpython/issues/128679).
     """
     tracemalloc.start()
-    # Each test collects what it makes itself, not all that earlier ones have left.
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     tracemalloc.stop()
 
 
