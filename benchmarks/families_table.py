@@ -5,7 +5,7 @@
 Takes every model type of which the package has a family, and every class of `transformers` of this type. A random model
 of 12 layers, in float32, saves itself. Each family's tree of it is loaded over 8 simulated devices and saved with
 `config=`, or `like=` if the tree follows from stored names. What `from_pretrained` makes of that is compared with the
-model, names and bits. Prints rows of Markdown; `--write` makes `docs/families-table.md` of them.
+model, names and bits. Prints a line for each class; `--write` makes `docs/families-table.md` of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sweep_transformers
@@ -31,7 +31,7 @@ from orbax_safetensors.mapping import Family, registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "families-table.md"
 CONVENTIONS = ("maxtext", "tunix", "flax", "dequantized")
-EQUAL, NOT_MADE, NO_FAMILY = "equal", "not made", "–"
+EQUAL, NO_FAMILY = "equal", "–"
 # Whole cycles of all families that have cycles.
 SIZES = ((32, 12), (16, 12), (8, 12), (4, 12))
 # One rounding of a product or a quotient of float32, and of a sum with 1.
@@ -49,11 +49,21 @@ It loads the model as the family's tree over 8 devices, saves the tree with `con
 | rounded: 39 of 111 | differs in 39 of 111 tensors by a rounding, because the family multiplies or adds |
 | without `X` | has new values in `X`, for which the tree has no place; a save with `like=` copies `X` |
 | refused: | does not exist: the load raises `MappingError` for this reason |
-| not made | does not exist: `transformers` makes no small model of this class from a config of this type |
-| – | does not exist: there is no such family for this model type |
+| – | does not exist: there is no such family for this class |
+
+A model type in brackets, as `config.json` names it, tells models of one class apart.
 
 """
-COLUMNS = ("model type", "classes", "`maxtext`", "`tunix`", "`flax.paths`", "`dequantized`")
+NOT_MADE = "\n`transformers` makes no small model of {classes}.\n"
+COLUMNS = ("classes", "`maxtext`", "`tunix`", "`flax.paths`", "`dequantized`")
+
+
+class Outcome(NamedTuple):
+    """What becomes of a class's models: a cell for each convention, or none if no model can be made."""
+
+    model_type: str
+    class_name: str
+    cells: tuple[str, ...]
 
 
 def model_types() -> list[str]:
@@ -71,14 +81,11 @@ def _named(family: Family) -> bool:
     return bool(family.architectures)
 
 
-def rows(model_type: str, parent: Path | None) -> Iterator[tuple[str, str, *tuple[str, ...]]]:
-    """Yield the rows of a model type; classes with equal cells share one."""
-    cells: dict[tuple[str, ...], list[str]] = {}
+def outcomes(model_type: str, parent: Path | None) -> Iterator[Outcome]:
+    """Yield what becomes of each class of a model type."""
     for name in tiny_models.classes(model_type):
         with tempfile.TemporaryDirectory(dir=parent) as directory:
-            cells.setdefault(tuple(class_cells(model_type, name, Path(directory))), []).append(f"`{name}`")
-    for found, names in cells.items():
-        yield (f"`{model_type}`", ", ".join(names), *found)
+            yield Outcome(model_type, name, tuple(class_cells(model_type, name, Path(directory))))
 
 
 def class_cells(model_type: str, name: str, directory: Path) -> Iterator[str]:
@@ -87,7 +94,6 @@ def class_cells(model_type: str, name: str, directory: Path) -> Iterator[str]:
         model = tiny_models.make(model_type, directory / "first", [name], torch.float32, SIZES)
     except tiny_models.NotMade as error:
         print(f"{model_type}: {error}", file=sys.stderr)
-        yield from [NOT_MADE] * len(CONVENTIONS)
         return
     config = json.loads((directory / "first" / "config.json").read_text())
     for convention in CONVENTIONS:
@@ -146,10 +152,28 @@ def reason(error: ost.MappingError, family: str) -> str:
     return text
 
 
-def table(found: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    yield from (line(COLUMNS), f"|{'---|' * len(COLUMNS)}")
-    yield from map(line, found)
+def page(found: list[Outcome], version: str) -> str:
+    """Return the page: a row for each set of cells, then the classes of which there is no model."""
+    classes: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for model_type, name, cells in found:
+        classes.setdefault(cells, {}).setdefault(name, []).append(f"`{model_type}`")
+    ambiguous = {name for names in classes.values() for name in names if sum(name in of for of in classes.values()) > 1}
+    lists = {
+        cells: ", ".join(
+            f"`{name}`" + (f" ({', '.join(types)})" if name in ambiguous else "")
+            for name, types in sorted(names.items())
+        )
+        for cells, names in classes.items()
+    }
+    not_made = lists.pop((), None)
+    rows = [line((lists[cells], *cells)) for cells in sorted(lists, key=lambda cells: (*map(rank, cells), cells))]
+    text = "\n".join([HEADER.format(version=version) + line(COLUMNS), f"|{'---|' * len(COLUMNS)}", *rows, ""])
+    return text + (NOT_MADE.format(classes=not_made) if not_made else "")
+
+
+def rank(cell: str) -> int:
+    """Return where a cell stands in its column: what comes back first, then what is refused or has no family."""
+    return [EQUAL, "rounded", "without", "refused", NO_FAMILY].index(cell.split(":")[0].split(" ")[0])
 
 
 def line(cells: Iterable[str]) -> str:
@@ -163,12 +187,13 @@ def main() -> None:
     add_directory(parser)
     args = parser.parse_args()
     sweep_transformers.quiet()
-    lines = []
-    for text in table(row for model_type in args.only or model_types() for row in rows(model_type, args.directory)):
-        print(text, flush=True)
-        lines.append(text)
+    found = []
+    for model_type in args.only or model_types():
+        for outcome in outcomes(model_type, args.directory):
+            print(outcome.model_type, outcome.class_name, *outcome.cells, sep="\t", flush=True)
+            found.append(outcome)
     if args.write:
-        PAGE.write_text(HEADER.format(version=transformers.__version__) + "\n".join(lines) + "\n")
+        PAGE.write_text(page(found, transformers.__version__))
 
 
 if __name__ == "__main__":
