@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,10 @@ from orbax_safetensors.errors import MappingError, StorageError, TensorMismatchE
 from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
-from orbax_safetensors.geometry.view import View
+from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.families import DEQUANTIZED
-from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, FamilyUse, StateWrapper, Variant, wrapper_of
+from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Family, FamilyUse, StateWrapper, Variant, wrapper_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -60,6 +61,8 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
     if family is not None:
         recorded = {**family.recorded(custom_metadata.get(RECORD_KEY)), **wrapper.variant(custom_metadata)}
     stored = _arrays(checkpoint, wrapper)
+    if request.family is None and family is None and config:
+        _check_plain(path, stored, config, custom_metadata.get(RECORD_KEY))
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, for their shape and dtype.
     leaves = [
@@ -183,6 +186,43 @@ def _to_files(
         what = "the destination" if unfinished == destination else f"which is what becomes {destination}; move it away"
         raise StorageError(f"{source.path}: is in {unfinished}, {what}")
     return TileJob(source, sink, use)
+
+
+def _check_plain(path: str, names: Iterable[str], config: Mapping[str, Any], record: Any) -> None:
+    """Raise `MappingError` if tensors of these names would stand beside the config of a model that has none of them.
+
+    A conversion has recorded so, or families know it. A reader of the config would find no weights, and may take random
+    ones.
+    """
+    own_names = "; family='identity' (--family identity) keeps its own names"
+    made_by = record.get("family") if isinstance(record, Mapping) else None
+    if isinstance(made_by, str) and made_by != DEQUANTIZED.name:  # which has the stored names
+        short = made_by.partition(".")[0]
+        raise MappingError(
+            f"{path}: was converted with {made_by}: pass family={short!r} (--family {short}); {own_names}"
+        )
+    try:
+        models = [(_described(each, config), each) for each in registry.known_for(config)]
+    except MappingError:  # there is no family for the config, or the config lacks something
+        return
+    if all(stored.isdisjoint(each.renamed(names, config).values()) for stored, each in models):
+        short = " or ".join(sorted({each.name.partition(".")[0] for _, each in models}))
+        raise MappingError(
+            f"{path}: has no tensor of {registry.architecture_text(config)} under its stored name: pass the family of "
+            f"the tree, as {short} (--family){own_names}"
+        )
+
+
+def _described(family: Family, config: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors that a family's tree is made of."""
+    names: set[str] = set()
+
+    def bind(name: str, shape: tuple[int, ...]) -> View:
+        names.add(name)
+        return View.tensor(name, shape, UNKNOWN)
+
+    family.describe(config, {}, bind)
+    return names
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

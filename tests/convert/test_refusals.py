@@ -244,6 +244,26 @@ def test_a_family_needs_a_config(tmp_path):
         ost.convert(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", family="maxtext")
 
 
+def test_the_tree_of_a_family_is_not_written_beside_a_config_of_other_names(tmp_path):
+    """`transformers` would find none of its tensors there, and take random ones."""
+    hf = TESTDATA / "maxtext" / "qwen3" / "hf"
+    ost.convert(hf, tmp_path / "ours", to="orbax", family="maxtext")
+    ost.convert(hf, tmp_path / "plain", to="orbax")
+    for source, message in (
+        (tmp_path / "ours", "ours: was converted with maxtext.qwen3: pass family='maxtext' "),
+        (
+            TESTDATA / "orbax" / "qwen3_unscanned",
+            "no tensor of architecture Qwen3ForCausalLM under its stored name: ",
+        ),
+    ):
+        with pytest.raises(ost.MappingError, match=message):
+            ost.convert(source, tmp_path / "to", to="safetensors", config=hf)
+        assert not (tmp_path / "to").exists()
+    for source, family in (("ours", "identity"), ("plain", None)):
+        ost.convert(tmp_path / source, tmp_path / f"{source}_to", to="safetensors", config=hf, family=family)
+    assert ost.open_checkpoint(tmp_path / "plain_to").tensors.keys() == ost.open_checkpoint(hf).tensors.keys()
+
+
 def test_configs_that_cannot_be_read(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     for name, error, message in (
