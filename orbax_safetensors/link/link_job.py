@@ -24,7 +24,8 @@ from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.devices.trees import nodes
-from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
+from orbax_safetensors.errors import StorageError, TensorMismatchError, printable, storage_errors
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.format.digest import digest_of
 from orbax_safetensors.link.link_request import LinkRequest
 from orbax_safetensors.link.staging import ObjectStaging, Staging
@@ -76,10 +77,11 @@ class LinkedArray:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What `link` will make.
+    """What `link` will make. Printed, a plan has its main figures in a few lines.
 
     ```python
     plan = ost.plan_link("/models/qwen3", "/models/linked", family="maxtext")
+    print(plan)
     print([(array.name, array.made) for array in plan.arrays if array.made is not None])
     ```
 
@@ -94,6 +96,14 @@ class LinkPlan:
     arrays: tuple[LinkedArray, ...]
     metadata_bytes: int
     restore: OrbaxRestorePlan | None
+
+    def __str__(self) -> str:
+        text = (
+            f"link to {printable(self.path)}: arrays {len(self.arrays):,}, chunks {self.num_chunks:,}\n"
+            f"linked {human_bytes(self.linked_bytes)}, computed {human_bytes(self.made_bytes)}, index "
+            f"{human_bytes(self.metadata_bytes)}"
+        )
+        return text if self.restore is None else f"{text}\n{self.restore}"
 
     @property
     def linked_bytes(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from orbax_safetensors.devices.partition import Partition
 from orbax_safetensors.devices.sharding import by_process
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf
 from orbax_safetensors.orbax_store.leaf import ARRAYS, STRING, num_chunks, touched_nbytes
@@ -63,6 +64,14 @@ class OrbaxRestorePlan:
     file_bytes: int | None
     processes: tuple[OrbaxProcessCost, ...]
     over_reads: tuple[OrbaxLeafOverRead, ...]
+
+    def __str__(self) -> str:
+        number, most = max(enumerate(self.processes), key=lambda process: process[1].read_bytes)
+        return (
+            f"restore of {human_bytes(self.total_bytes)}: arrays {self.num_arrays:,}, chunks {self.total_chunks:,}, "
+            f"processes {len(self.processes):,}\nprocess {number} reads most: {human_bytes(most.read_bytes)}, chunks "
+            f"{most.num_chunks:,}, over-read {most.over_read:.2f}"
+        )
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orbax_safetensors.errors import printable
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.transfer.estimate import TimeEstimate, estimate
 from orbax_safetensors.transfer.figures import FileReads, OverRead, restore_plan_json
 
@@ -73,11 +75,12 @@ class LeavesByWay:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a restore will cost.
+    """What a restore will cost. Printed, a plan has its main figures in a few lines.
 
     ```python
     mesh = jax.sharding.AbstractMesh((8,), ("model",))
     plan = ost.plan_restore("/models/llama", NamedSharding(mesh, P()), process_count=2)
+    print(plan)
     for cost in plan.processes:
         print(f"process {cost.process} reads {cost.over_read:.2f} times the bytes that it needs")
     ```
@@ -111,6 +114,22 @@ class RestorePlan:
     most_requests: tuple[LeafReads, ...]
     ways: tuple[LeavesByWay, ...]
     open_requests: int = 0
+
+    def __str__(self) -> str:
+        most = max(self.processes, key=lambda cost: cost.read_bytes)
+        lines = [
+            f"restore of {human_bytes(self.total_bytes)}: arrays {self.num_arrays:,}, parameters "
+            f"{self.total_params:,}, processes {self.process_count:,}",
+            f"process {most.process} reads most: {human_bytes(most.read_bytes)}, requests {most.num_requests:,}, "
+            f"over-read {most.over_read:.2f}",
+        ]
+        lines += [
+            f"over-read most: {printable(leaf.name)}, reads {human_bytes(leaf.read_bytes)} and needs "
+            f"{human_bytes(leaf.needed_bytes)}"
+            for leaf in self.over_reads[:1]
+        ]
+        lines += [f"{each.way}: {human_bytes(each.nbytes)}" for each in self.ways]
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""

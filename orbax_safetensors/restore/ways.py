@@ -27,6 +27,7 @@ from orbax_safetensors.transfer.plan import Block, same_bits
 
 # A program takes a tenth of a second to compile, or more. The host has made fewer bytes than this before.
 _LEAST_PROGRAM_BYTES = 128 * 2**20
+_TOO_FEW_BYTES = f"under {_LEAST_PROGRAM_BYTES // 2**20} MiB for each program"
 _UINT8 = np.dtype(np.uint8)
 
 
@@ -67,7 +68,7 @@ def ways_of(checkpoint: Checkpoint, targets: Sequence[Target], boxes: Sequence[S
         if not any(map(pays, group)):
             for number in group:
                 if ways[number].on_device:
-                    ways[number] = Way(ways[number].change, why="too few bytes for a program")
+                    ways[number] = Way(ways[number].change, why=_TOO_FEW_BYTES)
     return ways
 
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.sharding import device_owners, num_processes
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.contents import contents_of
@@ -59,8 +60,11 @@ class ProcessWrites:
 class SavePlan:
     """What a save will cost, without headers, config and index, which the first process adds at the end.
 
+    Printed, a plan has its main figures in a few lines.
+
     ```python
     plan = ost.plan_save("/models/new", ost.load("/models/llama"), max_file_bytes=50_000)
+    print(plan)
     print([(file.file, file.nbytes) for file in plan.files])
     ```
 
@@ -71,6 +75,14 @@ class SavePlan:
     files: tuple[PlannedFile, ...]
     process_count: int
     processes: tuple[ProcessWrites, ...]
+
+    def __str__(self) -> str:
+        most = max(self.processes, key=lambda cost: cost.written_bytes)
+        return (
+            f"save of {human_bytes(sum(file.nbytes for file in self.files))}: files {len(self.files):,}, processes "
+            f"{self.process_count:,}\nprocess {most.process} writes most: {human_bytes(most.written_bytes)}, requests "
+            f"{most.num_requests:,}, files {len(most.files):,}"
+        )
 
     def to_json(self) -> str:
         """Return the plan as a JSON object with the names of the attributes."""

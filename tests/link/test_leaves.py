@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapping import Family, full, tensor
 from orbax_safetensors.orbax_store.ocdbt import DataReference, write_references
@@ -63,6 +64,15 @@ def test_all_leaves_are_made(tmp_path):
     plan = ost.plan_link(source, tmp_path / "to", family=scaled)
     done = ost.link(source, tmp_path / "to", family=scaled)
     assert plan.num_chunks == done.num_chunks == 1
+    assert str(plan).splitlines() == [
+        f"link to {tmp_path}/to: arrays 1, chunks 1",
+        f"linked 0 Bytes, computed 32 Bytes, index {human_bytes(plan.metadata_bytes)}",
+    ]
+    on_mesh = ost.plan_link(source, tmp_path / "other", mesh={"x": 2}, process_count=2)
+    assert str(on_mesh).splitlines()[2:] == [
+        "restore of 32 Bytes: arrays 1, chunks 1, processes 2",
+        "process 0 reads most: 32 Bytes, chunks 1, over-read 1.00",
+    ]
     np.testing.assert_array_equal(stock(tmp_path / "to")["a"], 3 * A)
 
 

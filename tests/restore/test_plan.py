@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.mapping import Family, tensor
 from tests.support.files import random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
@@ -106,6 +107,27 @@ def test_leaves_that_read_too_much_are_named_in_the_order_of_what_they_waste(tmp
     args = {name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, spec)) for name, spec in specs.items()}
     plan = ost.plan_restore(tmp_path, args, process_count=8)
     assert [(leaf.name, round(leaf.over_read)) for leaf in plan.over_reads] == [("b", 2), ("a", 4)]
+
+
+def test_a_printed_plan_has_its_main_figures(tmp_path):
+    write(tmp_path / "x.safetensors", {"a": np.zeros((8, 1024), np.float32), "b": np.zeros((8, 64), np.float32)})
+    mesh = AbstractMesh((2,), ("x",))
+    specs = {"a": P("x"), "b": P(None, "x")}
+    args = {name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    plan = ost.plan_restore(tmp_path, args, process_count=2)
+    assert str(plan).splitlines() == [
+        "restore of 34.0 KiB: arrays 2, parameters 8,704, processes 2",
+        "process 0 reads most: 17.9 KiB, requests 2, over-read 1.05",
+        "over-read most: b, reads 3.8 KiB and needs 2.0 KiB",
+        "as stored: 34.0 KiB",
+    ]
+
+
+def test_a_way_on_the_host_says_how_few_bytes_are_too_few(tmp_path):
+    write(tmp_path / "x.safetensors", {"w": np.zeros((8, 4), np.float32)})
+    family = Family("turned", (), lambda config: {"w": tensor("w", (8, 4)).T})
+    plan = ost.plan_restore(tmp_path, NamedSharding(AbstractMesh((1,), ("x",)), P()), family=family)
+    assert [each.way for each in plan.ways] == ["reordered on the host: under 128 MiB for each program"]
 
 
 def test_leading_shards_cost_exactly_their_bytes(directory):

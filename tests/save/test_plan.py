@@ -19,6 +19,7 @@ from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.devices import sharding as arrays
 from orbax_safetensors.devices.active import ActiveProcesses
+from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.format.layout import file_names
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.save import writers
@@ -181,6 +182,16 @@ def test_json():
     assert [file["file"] for file in found["files"]] == ["model.safetensors"]
     assert [process["written_bytes"] for process in found["processes"]] == [
         cost.written_bytes for cost in plan.processes
+    ]
+
+
+def test_a_printed_plan_has_its_main_figures():
+    mesh = AbstractMesh((2,), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    plan = ost.plan_save("/new", {"a": jax.ShapeDtypeStruct((4, 256), np.float32, sharding=sharding)}, process_count=2)
+    assert str(plan).splitlines() == [
+        f"save of {human_bytes(plan.files[0].nbytes)}: files 1, processes 2",
+        "process 0 writes most: 2.0 KiB, requests 1, files 1",
     ]
 
 
