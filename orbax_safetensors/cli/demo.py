@@ -25,7 +25,7 @@ from orbax_safetensors import SafetensorsError, StorageError
 from orbax_safetensors.cli.page import Page
 from orbax_safetensors.cli.picture import picture, stretches
 from orbax_safetensors.cli.reporter import Reporter
-from orbax_safetensors.cli.tables import Printer, Share, Size
+from orbax_safetensors.cli.tables import Cell, Printer, Share, Size, for_people
 from orbax_safetensors.errors import printable
 from orbax_safetensors.format.amounts import human_bytes
 from orbax_safetensors.storage.paths import absolute_path, shown
@@ -177,21 +177,21 @@ def show(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str
     equal = f"All bits are equal: {shards:,} shards, compared with the safetensors package."
     for line in (*summary(size, [report["measured_bytes"] for report in reports]), *(faults or [equal])):
         output.line(line)
-    output.table(
-        ("process", "devices", "arrays", "shards", "planned", "measured", "share"),
-        (
-            (
-                report["process"],
-                report["devices"],
-                report["arrays"],
-                report["shards"],
-                Size(report["planned_bytes"]),
-                Size(report["measured_bytes"]),
-                Share(report["measured_bytes"] / size),
-            )
-            for report in reports
-        ),
-    )
+    rows: list[list[Cell]] = [
+        [
+            report["process"],
+            report["devices"],
+            report["arrays"],
+            report["shards"],
+            Size(report["planned_bytes"]),
+            Size(report["measured_bytes"]),
+            Share(report["measured_bytes"] / size),
+        ]
+        for report in reports
+    ]
+    if not output.for_people:  # also in a pipe, people read the demo
+        rows = [list(map(for_people, row)) for row in rows]
+    output.table(("process", "devices", "arrays", "shards", "planned", "measured", "share"), rows)
     drawn = stretches(checkpoint)
     reads = {report["process"]: np.array(report["drawn"]) for report in reports}
     output.drawing(picture(drawn, reads, PROCESSES))

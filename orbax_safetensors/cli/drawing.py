@@ -28,6 +28,7 @@ _SVG_STYLE = """\
 text { font: 13px ui-monospace, Menlo, "DejaVu Sans Mono", monospace; fill: var(--ink); white-space: pre; }
 .soft { fill: var(--soft); }
 .ground { fill: var(--ground); }
+g { shape-rendering: crispEdges; }
 """
 
 
@@ -58,7 +59,7 @@ class Band(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """All bands, what their cells mean, and remarks on them."""
+    """All bands, what their cells mean, and remarks on them, which stand above the bands."""
 
     bands: list[Band]
     legend: list[CellRow]
@@ -69,18 +70,18 @@ class Drawing(NamedTuple):
         from rich.text import Text
 
         out = Text()
-        for band in self.bands:
-            out.append(f" {band.caption}\n")
-            for row in band.rows:
-                out.append(f" {row.name} ", "dim")
-                _append(out, row.cells)
-                out.append("\n")
-            out.append("\n")
         for row in self.legend:
             out.append(" ")
             _append(out, row.cells)
             out.append(f" {row.name}\n")
-        out.append("\n".join(f" {note}" for note in self.notes))
+        out.append("".join(f" {note}\n" for note in self.notes))
+        for band in self.bands:
+            out.append(f"\n {band.caption}\n")
+            for row in band.rows:
+                out.append(f" {row.name} ", "dim")
+                _append(out, row.cells)
+                out.append("\n")
+        out.rstrip()
         return out
 
     def html(self) -> str:
@@ -89,9 +90,9 @@ class Drawing(NamedTuple):
             f"<figure>\n<figcaption>{escape(band.caption)}</figcaption>\n{_html_rows(band.rows, MOST_CELLS)}</figure>\n"
             for band in self.bands
         )
-        legend = _html_rows(self.legend, max(len(row.cells) for row in self.legend))
+        legend = _html_rows(self.legend, max((len(row.cells) for row in self.legend), default=0))
         notes = escape(" ".join(self.notes))
-        return f'{"".join(bands)}<div class="legend">\n{legend}</div>\n<p>{notes}</p>'
+        return f'<div class="key">\n<div class="legend">\n{legend}</div>\n<p>{notes}</p>\n</div>\n{"".join(bands)}'
 
     def svg(self, title: str) -> str:
         """Return the drawing as an SVG below its title, complete in itself."""
@@ -109,14 +110,6 @@ class Drawing(NamedTuple):
 
         write(margin, title)
         y += 1.5 * _ROW
-        for band in self.bands:
-            write(margin, band.caption)
-            y += _ROW
-            for row in band.rows:
-                write(margin, row.name, ' class="soft"')
-                draw(margin + _CHARACTER * (len(row.name) + 1), row.cells)
-                y += _ROW
-            y += _ROW / 2
         for row in self.legend:
             draw(margin, row.cells)
             write(margin + _CELL * (len(row.cells) + 1), row.name)
@@ -124,6 +117,14 @@ class Drawing(NamedTuple):
         for note in self.notes:
             write(margin, note)
             y += _ROW
+        for band in self.bands:
+            y += _ROW / 2
+            write(margin, band.caption)
+            y += _ROW
+            for row in band.rows:
+                write(margin, row.name, ' class="soft"')
+                draw(margin + _CHARACTER * (len(row.name) + 1), row.cells)
+                y += _ROW
         names = max((len(row.name) for band in self.bands for row in band.rows), default=0)
         width = max(longest, margin + _CHARACTER * (names + 1) + _CELL * MOST_CELLS) + margin
         size = f"{width:.0f} {y + margin:.0f}"

@@ -29,7 +29,9 @@ figure { margin: 1rem 0; }
 figcaption, .row, td:first-child { font-family: ui-monospace, Menlo, "DejaVu Sans Mono", monospace; font-size: 0.8rem; }
 .row { align-items: center; display: flex; gap: 0.6rem; }
 .row span { color: var(--soft); white-space: pre; }
-.row svg { flex: 1; height: 1.2rem; }
+.row svg { flex: 1; height: 20px; shape-rendering: crispEdges; }
+.key { align-items: flex-start; display: flex; flex-wrap: wrap; gap: 0 2rem; }
+.key > * { flex: 1 1 20rem; margin: 0.4rem 0; }
 .legend .row { flex-direction: row-reverse; font-family: inherit; font-size: 0.9rem; margin: 0.4rem 0; }
 .legend .row span { flex: 1; white-space: normal; }
 .legend .row svg { flex: none; width: 5rem; }

@@ -7,7 +7,7 @@ names differ in numbers alone, as those of layers, are one band.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate, pairwise
 from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -203,7 +203,8 @@ def picture(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: in
         bands.append(Band(caption, [CellRow(name, cells[first : first + count]) for name, cells in rows]))
         first += count
     several = any(tensors > 1 for _, tensors, _ in drawn.bands)
-    return Drawing(bands, _legend(), _notes(process_count, several_tensors=several))
+    drawn_meanings = {cell.meaning for _, cells in rows for cell in cells}
+    return Drawing(bands, _legend(drawn_meanings), _notes(process_count, several_tensors=several))
 
 
 def _rows(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> list[CellRow]:
@@ -219,14 +220,17 @@ def _rows(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int)
     ]
 
 
-def _legend() -> list[CellRow]:
-    """Return what cells mean."""
+def _legend(drawn: Set[str]) -> list[CellRow]:
+    """Return what the meanings of cells that are drawn are in words."""
     meanings = {
-        "moved": "bytes read and needed",
-        "over": "bytes read but not needed: a tenth of the cell or more",
-        "stored": "bytes that this process does not read",
+        "moved": "read and needed",
+        "over": "read, but more than a tenth of it is not needed",
+        "stored": "not read by this process",
     }
-    return [CellRow(text, [DrawnCell(name, part) for part in (0.0, 0.25, 0.5, 1.0)]) for name, text in meanings.items()]
+    strengths = (0.0, 0.25, 0.5, 1.0)
+    return [
+        CellRow(text, [DrawnCell(name, part) for part in strengths]) for name, text in meanings.items() if name in drawn
+    ]
 
 
 def _notes(process_count: int, *, several_tensors: bool) -> list[str]:

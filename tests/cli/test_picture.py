@@ -202,7 +202,7 @@ def test_over_reads_have_another_hue_and_an_advice(cli, tmp_path):
     over, exact, nothing = ["over"] * 64, ["moved"] * 32, ["stored"] * 32
     assert page.drawn == [over, over, [*exact, *nothing], [*nothing, *exact]]
     # The whole is stronger than a part of it.
-    assert page.rows[0][20][1] > page.rows[0][63][1]
+    assert page.process_rows[0][20][1] > page.process_rows[0][63][1]
     at = page.lines.index("leaf")
     assert page.lines[at + 6 : at + 9] == ["a", "4.0 KiB", "7.9 KiB"]
     assert page.lines[at + 9 : at + 12] == ["1.98", "x,-", "1.00"]
@@ -276,6 +276,21 @@ def test_the_demo_shows_what_went_wrong(restored, tmp_path):
     assert not any("All bits are equal" in line for line in page.lines)
 
 
+def test_the_legend_is_above_the_bands_and_has_only_what_is_drawn(tmp_path):
+    save_file({f"layers.{n}.w": np.zeros(16, np.uint8) for n in range(2)}, tmp_path / "a.safetensors")
+    drawn = stretches(read_checkpoint(tmp_path))
+    whole, half = np.ones(32), np.repeat([1, 0, 1, 0], 8)
+    reads = {0: np.array([half, half]), 1: np.array([1 - half, 1 - half])}
+    several = picture(drawn, reads, 2)
+    assert [row.name for row in several.legend] == ["read and needed", "not read by this process"]
+    (only,) = picture(drawn, {0: np.array([whole, whole])}, 1).legend
+    assert only.name == "read and needed"
+    above = ["read and needed", "that makes the chessboard", "layers.{0..1}.w", "process 0"]
+    for text in (str(several.text()), several.html(), several.svg("")):
+        places = [text.index(part) for part in above]
+        assert places == sorted(places)
+
+
 def test_a_terminal_of_80_columns_holds_the_picture(restored):
     checkpoint, reports = restored
     drawn = stretches(checkpoint)
@@ -288,6 +303,6 @@ def test_a_terminal_without_colours_tells_the_kinds_of_cells_apart(restored, mon
     output = terminal(monkeypatch, 80)
     show(*restored, [], Printer(output))
     assert " process 0 " + "█" * 32 + "·" * 30 + "x█" in output.lines
-    assert " xxxx bytes read but not needed: a tenth of the cell or more" in output.lines
+    assert " xxxx read, but more than a tenth of it is not needed" in output.lines
     assert max(map(len, output.lines)) <= 80
     assert "[3" not in output.getvalue()

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 
 class BrowserPage(HTMLParser):
-    """A page: its tags and attributes, the lines of its text, and its rows of cells, those of the legend last."""
+    """A page: its tags and attributes, the lines of its text, and its rows of cells, those of the legend first."""
 
     def __init__(self, html):
         super().__init__()
@@ -31,5 +31,10 @@ class BrowserPage(HTMLParser):
     @property
     def drawn(self):
         """What each cell means, in each row of a process."""
+        return [[meaning for meaning, _ in row] for row in self.process_rows]
+
+    @property
+    def process_rows(self):
+        """The cells of each row of a process."""
         processes = sum(bool(re.fullmatch(r"process +\d+", line)) for line in self.lines)
-        return [[meaning for meaning, _ in row] for row in self.rows[:processes]]
+        return self.rows[len(self.rows) - processes :]
