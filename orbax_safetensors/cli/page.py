@@ -19,7 +19,7 @@ _STYLE = """\
 body { background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; margin: 0 auto;
   max-width: 60rem; overflow-wrap: anywhere; padding: 0.5rem 1rem 2rem; }
 h1 { font-size: 1.4rem; line-height: 1.3; }
-table { border-collapse: collapse; font-size: 0.8rem; margin: 1rem 0; }
+table { border-collapse: collapse; display: block; font-size: 0.8rem; margin: 1rem 0; overflow-x: auto; }
 th, td { border-bottom: 1px solid var(--stored); padding: 0.2rem 0.35rem; text-align: left; vertical-align: top; }
 th { color: var(--soft); font-weight: normal; }
 th, td:not(:first-child) { overflow-wrap: normal; }
