@@ -94,10 +94,10 @@ def test_the_guide_to_restores(of_page, models, tmp_path):
     gates = [source[f"model.layers.{layer}.mlp.gate_proj.weight"].T for layer in range(3)]
     np.testing.assert_array_equal(kernel, np.stack(gates, axis=1))
     assert kernel.sharding.spec == P(None, None, ("data", "model"))
-    tuned = stored(tmp_path / "tuned")
+    tuned = stored(tmp_path / "saved-back")
     assert tuned.keys() == source.keys()
     assert all(tuned[name].tobytes() == array.tobytes() for name, array in source.items())
-    assert (tmp_path / "tuned" / "config.json").read_bytes() == (tmp_path / "qwen3" / "config.json").read_bytes()
+    assert (tmp_path / "saved-back" / "config.json").read_bytes() == (tmp_path / "qwen3" / "config.json").read_bytes()
 
 
 def test_the_quick_start_ends_in_other_logits(of_page, tmp_path):
@@ -126,7 +126,7 @@ def test_the_guide_to_conversions(of_page, tmp_path):
     assert leaf.chunk_shape[0] * 16 == leaf.shape[0]
     unstacked = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers_0.mlp.wi_0.kernel"]
     assert (unstacked.dtype, unstacked.chunk_shape) == ("bfloat16", (unstacked.shape[0] // 8, unstacked.shape[1]))
-    for name, array in stored(tmp_path / "tuned").items():
+    for name, array in stored(tmp_path / "back").items():
         assert array.dtype == "bfloat16"
         assert array.tobytes() == stored(tmp_path / "qwen3")[name].astype(array.dtype).tobytes()
 
@@ -143,3 +143,15 @@ def test_how_it_works_prints_what_it_shows(of_page, capsys):
     of_page("how-it-works.md")
     (block,) = examples.python(DOCS / "how-it-works.md")
     assert capsys.readouterr().out.splitlines() == [line[2:] for line in block.splitlines() if line.startswith("# ")]
+
+
+def test_no_page_writes_where_another_does(models):
+    """So readers can follow all pages on one machine."""
+    pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    using = {}
+    for page in pages:
+        for block in examples.blocks(page, "python", "sh"):
+            for name in re.findall(rf"{examples.MODELS}([\w.-]+)", block.text):
+                using.setdefault(name, set()).add(page.name)
+    assert {name for name, names in using.items() if len(names) > 1} <= models.keys()
+    assert {"tuned", "qwen3"} <= using.keys()

@@ -46,7 +46,7 @@ def test_the_examples_of_a_family_of_your_own(tmp_path):
         assert np.asarray(params["layers"]["mlp"]["in"][1]).tobytes() == both.tobytes()
     for params in found[3:5]:  # not stacked, by a switch and by the tree
         assert np.asarray(params["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
-    for directory in ("tuned", "again"):
+    for directory in ("mine", "again"):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert set(saved.tensors) == {name for name in stored if "inv_freq" not in name}
 
@@ -133,7 +133,7 @@ def test_the_example_of_maxtexts_adapters(tmp_path):
     examples.run(examples.python(PAGE)[3], tmp_path, names)
     assert names["adapters"]["decoder"]["layers"]["mlp"].keys() == {"wi_1"}
     source, tuned = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("qwen3-lora", "qwen3-lora-tuned")
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("qwen3-lora", "qwen3-lora-maxtext")
     )
     assert {name: array.tobytes() for name, array in tuned.items()} == {
         name: array.tobytes() for name, array in source.items()
@@ -152,7 +152,9 @@ def test_the_examples_of_tables(tmp_path):
     q = stored["model.layers.1.self_attn.q_proj.weight"]
     assert np.asarray(found[0]["layers"]["1"]["attention"]["q"]).tobytes() == q.T.tobytes()
     tuned = {
-        name: array for file in (tmp_path / "tuned").glob("*.safetensors") for name, array in load_file(file).items()
+        name: array
+        for file in (tmp_path / "from-table").glob("*.safetensors")
+        for name, array in load_file(file).items()
     }
     assert tuned.keys() == {name for name in stored if "inv_freq" not in name}
     assert all(array.tobytes() == stored[name].tobytes() for name, array in tuned.items())

@@ -18,7 +18,7 @@ def saved(tmp_path):
     """Runs the examples of the page, and returns what they save."""
     for block in examples.blocks(PAGE, "python", "sh"):
         examples.run(block, tmp_path, {})
-    return tmp_path / "tuned"
+    return tmp_path / "checked"
 
 
 def shown(language):

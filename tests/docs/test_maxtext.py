@@ -28,7 +28,7 @@ def test_a_link_is_trained_and_becomes_a_hugging_face_model_again(tmp_path):
     examples.run(link, tmp_path, {})
 
     # The training names the checkpoint, the settings and the model of the other two commands.
-    assert "load_parameters_path=/models/qwen3-maxtext" in train.text
+    assert "load_parameters_path=/models/for-maxtext" in train.text
     assert "base_output_directory=/models/runs run_name=tuned" in train.text
     config = json.loads((tmp_path / "qwen3" / "config.json").read_text())
     for name, key in {

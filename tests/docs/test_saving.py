@@ -30,7 +30,7 @@ def test_the_examples(tmp_path):
     assert names["again"]["embed"].sharding == names["tree"]["embed"].sharding
     assert names["again"]["step"] == 7
     source = stored(tmp_path / "qwen3")
-    for directory in ("tuned", "base"):
+    for directory in ("fine-tuned", "base"):
         saved = stored(tmp_path / directory)
         assert saved.keys() == source.keys()
         assert all(saved[name].tobytes() == array.tobytes() for name, array in source.items())

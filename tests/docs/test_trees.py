@@ -32,7 +32,7 @@ def test_the_examples(tmp_path):
             examples.run(block, tmp_path, names)
         if at == 0:
             assert_holds(names["nnx"].state(names["model"]), mlp)
-            assert_holds({name: jax.numpy.asarray(leaf) for name, leaf in saved(tmp_path / "tuned").items()}, mlp)
+            assert_holds({name: jax.numpy.asarray(leaf) for name, leaf in saved(tmp_path / "mlp-tuned").items()}, mlp)
             assert names["model"].up.kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model")
         elif at == 1:
             assert {"norm.mean", "norm.var"} <= {name.removesuffix(".value") for name in saved(tmp_path / "net")}
