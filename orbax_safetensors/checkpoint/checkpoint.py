@@ -89,6 +89,7 @@ class Checkpoint:
       open_requests: how many opened it: for the listing, the index and the headers.
       index_name: the name of the index beside the files, if there is one.
       omitted: tensors of the files that the index does not name, by name; no load returns them.
+      delta_of: the number of the version that the files change; None unless they are a delta.
       findings: what `verify` says of files and tensors that no load reads.
     """
 
@@ -104,6 +105,7 @@ class Checkpoint:
     open_requests: int = 0
     index_name: str | None = None
     omitted: Mapping[str, StoredTensor] = field(default_factory=dict)
+    delta_of: str | None = None
     findings: tuple[Finding, ...] = ()
 
     @cached_property

@@ -261,6 +261,8 @@ def _files_of(path: str, index: Index, names: Sequence[str], report: Callable[[S
     for name in index.files:
         if name not in there:
             report(MissingError(f"{posixpath.join(path, name)}: is missing, and the index names it"))
+    if not index.weight_map:  # a delta of nothing, which has a file as well
+        return [name for name in names if name.endswith(SUFFIX)]
     return [name for name in index.files if name in there]
 
 
@@ -287,7 +289,7 @@ def _are_linked(store: Store, path: str, names: Sequence[str]) -> bool:
 
 def _index(path: str, text: StoredText) -> Index:
     index = Index.parse(text.text, file=path)
-    if not index.weight_map:
+    if not index.weight_map and index.delta_of is None:
         raise IndexFileError(f"{path}: names no tensor")
     return index
 

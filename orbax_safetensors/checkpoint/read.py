@@ -46,6 +46,9 @@ def read_checkpoint(
         logger.warning("%s", fault)
 
     checkpoint = of_one_state(path, "opened", lambda: _read(path, storage_options, fail, partial=partial))
+    if checkpoint.delta_of is not None:
+        what = f"is a delta of version {checkpoint.delta_of}"
+        raise IndexFileError(f"{checkpoint.path}: {what}; apply_delta makes the model")
     for level, finding in checkpoint.findings:
         logger.log(level, "%s", finding)
     if not checkpoint.files:
@@ -125,6 +128,7 @@ def _read(
         open_requests=found.requests + len(paths) - len(found.known),
         index_name=found.index_name,
         omitted=omitted,
+        delta_of=None if index is None else index.delta_of,
         findings=findings,
     )
 

@@ -54,12 +54,13 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
 
     `path` is as for `open_checkpoint`. Of `options`, `storage_options` count, and with `data` also `threads`, `direct`,
     `in_flight_bytes` and `progress`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is
-    checked. Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error.
+    checked. Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error. Of a
+    delta, headers and the index are checked; `apply_delta` checks its data, for which it needs the base.
 
     If another checkpoint takes the place of this one in the meantime, as by a forced save, all is verified again.
 
     Raises `StorageError` if there is no checkpoint, it was never finished or it changes again and again, and
-    `ChecksumError` if `data` is set and `path` is a checkpoint of Orbax.
+    `ChecksumError` if `data` is set and `path` is a checkpoint of Orbax or a delta.
     """
     return verified(path, data=data, options=SafetensorsOptions.of(options)).faults
 
@@ -133,6 +134,10 @@ def _verified(path: PathLike, data: bool, options: SafetensorsOptions) -> Verifi
         recorded = read_checksums(checkpoint.store, checkpoint.directory) or {}
     except (ChecksumError, StorageError) as fault:  # nothing to compare data with
         return Verified([fault, *faults], None, checkpoint)
+    if checkpoint.delta_of is not None:  # `recorded` are the checksums of the model that it makes
+        if data:
+            raise ChecksumError(f"{checkpoint.path}: is a delta, whose data apply_delta verifies with its base")
+        return Verified(faults, None, checkpoint)
     faults = [*missing_files(checkpoint, recorded), *faults]
     if not data:
         return Verified(faults, None, checkpoint)

@@ -80,6 +80,13 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_page(text: str) -> str:
+    """Return the name of a file that is to be a page, by its ending."""
+    if not text.endswith((".html", ".svg")):
+        raise UsageError(f"expected a name that ends in .html or .svg, found {text!r}")
+    return text
+
+
 def parse_switch(text: str) -> tuple[str, Any]:
     """Parse `scan_layers=false` as name and value. A value that is neither a JSON literal nor an object is text."""
     name, _, value = text.partition("=")

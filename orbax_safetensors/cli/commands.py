@@ -16,6 +16,7 @@ from orbax_safetensors.cli.arguments import (
     parse_depth,
     parse_latency,
     parse_mesh,
+    parse_page,
     parse_regex,
     parse_rule,
     parse_step,
@@ -163,7 +164,9 @@ def _add_plan(add: Callable[..., Parser]) -> Parser:
         "--all-processes", action="store_true", help="plan every process (default: of more than 4, only 4)"
     )
     parser.add_argument("--files", action="store_true", help="also print what each process reads of each file")
-    parser.add_argument("--picture", metavar="FILE", help="also draw which process reads what, as FILE.html or .svg")
+    parser.add_argument(
+        "--picture", type=parse_page, metavar="FILE", help="also draw which process reads what, as FILE.html or .svg"
+    )
     parser.add_argument("--save", action="store_true", help="plan a save of that tree instead")
     parser.add_argument(
         "--bandwidth",
@@ -351,6 +354,7 @@ def _add_demo(add: Callable[..., Parser]) -> Parser:
     parser.add_argument("path", metavar="PATH", nargs="?")
     parser.add_argument(
         "--output",
+        type=parse_page,
         default="orbax-safetensors-demo.html",
         metavar="FILE",
         help="where the page goes (default: %(default)s)",

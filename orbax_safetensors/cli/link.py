@@ -80,6 +80,8 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Printer) -> in
             "Orbax reads whole chunks, and shards need parts of these. SafetensorsHandler reads only the parts, and "
             "reshard stores the arrays in chunks that fit the shards."
         )
+    output.line("")
+    output.line("nothing was written")
     return 0
 
 

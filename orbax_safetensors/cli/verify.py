@@ -40,7 +40,10 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     path, checked = _checked(args.path, checkpoint)
     (unit, number), (containers, count) = checked.items()
     kind = "Orbax arrays" if unit == "arrays" else unit
-    output.line(f"{path}: OK, {number:,} {kind} in {_count(count, containers.removesuffix('s'))}")
+    numbers = f"{_count(number, kind.removesuffix('s'))} in {_count(count, containers.removesuffix('s'))}"
+    if checkpoint is not None and checkpoint.delta_of is not None:
+        numbers += f", a delta of version {checkpoint.delta_of}: apply_delta makes the model"
+    output.line(f"{path}: OK, {numbers}")
     return 0
 
 

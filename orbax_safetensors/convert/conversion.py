@@ -26,7 +26,6 @@ from orbax_safetensors.devices.agreement import new_key, same_arguments, togethe
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.devices.reported_progress import reported_progress
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.families import DEQUANTIZED
 from orbax_safetensors.options import Progress, SafetensorsOptions, check_progress
@@ -235,11 +234,11 @@ def prepare(request: ConvertRequest | ReshardRequest) -> TileJob:
         return plain_files_from_files(request)
     if from_orbax:
         open_step(path)  # raises the error of a directory that is neither
-        raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
+        raise SafetensorsError(f"{path}: is a checkpoint of Orbax already: use reshard")
     read_checkpoint(path, request.options.storage_options)  # raises the error of a path that is neither
     raise SafetensorsError(
-        f"{path}: has {SUFFIX} files already, also if it is a link; reshard splits them anew, and "
-        f"family={DEQUANTIZED.name!r} makes plain ones of quantised ones"
+        f"{path}: is safetensors already: use reshard, or family={DEQUANTIZED.name!r} (--family {DEQUANTIZED.name}) if "
+        "it is quantised"
     )
 
 

@@ -31,8 +31,6 @@ from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, write_small
 from orbax_safetensors.transfer.threads import run_tasks
 
-_CAUSES = "the delta is damaged, or of another base"
-
 
 def apply_delta(
     base: PathLike, delta: PathLike, destination: PathLike, *, options: SafetensorsOptions | None = None
@@ -74,12 +72,17 @@ def apply_delta(
             _change(read_checkpoint(workspace.path), version, store, options.threads or LocalStore.cost.requests)
             if version.recorded is not None:
                 quiet = replace(options, progress=None)  # what is compared is the last pass of several
-                recorded = check(read_checkpoint(workspace.path), version.recorded, quiet, _CAUSES)
+                recorded = check(read_checkpoint(workspace.path), version.recorded, quiet, _causes(version))
                 write_small(LocalStore(), os.path.join(workspace.path, CHECKSUMS_NAME), encode(recorded))
         workspace.finish()
     finally:
         workspace.release()
     return version.version
+
+
+def _causes(version: DeltaVersion) -> str:
+    """Return why the checksums of a new version may differ."""
+    return f"the delta is damaged, or the base is not version {version.version - 1}"
 
 
 def _copy(base: str, directory: str) -> None:
@@ -114,7 +117,8 @@ def _change(copy: Checkpoint, version: DeltaVersion, store: Store, threads: int)
                 new[copy[name].file].write(at, [piece.data])
                 at += piece.nbytes
             if f"{checksum:08x}" != expected:
-                raise ChecksumError(f"{where}: expected {expected} of its new bytes, found {checksum:08x}: {_CAUSES}")
+                found = f"expected {expected} of its new bytes, found {checksum:08x}"
+                raise ChecksumError(f"{where}: {found}: {_causes(version)}")
 
         tasks = []
         for stored in version.files.values():

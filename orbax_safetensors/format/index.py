@@ -43,7 +43,7 @@ class Index:
     """The facts of an index. The constructor checks them, so that no file name leads out of the directory.
 
     weight_map: tensor name -> plain name of a file beside the index.
-    metadata: free; only `OMITTED_FILES` means something here.
+    metadata: free; only `OMITTED_FILES` and what `delta_of` reads mean something here.
 
     Raises IndexFileError, without the index's name, which only `parse` knows.
     """
@@ -71,6 +71,13 @@ class Index:
     def files(self) -> tuple[str, ...]:
         """Return the names of the files, each once, sorted."""
         return tuple(sorted({*self.weight_map.values(), *self._omitted_files}))
+
+    @property
+    def delta_of(self) -> str | None:
+        """Return the number of the version that the files change; None if they are a checkpoint, and not a delta."""
+        if "delta_encoding" not in self.metadata:
+            return None
+        return str(self.metadata.get("base_version")).lstrip("0")[:20] or "0"
 
     @property
     def _omitted_files(self) -> list[str]:

@@ -58,6 +58,7 @@ def test_a_plan_with_a_mesh(cli, tmp_path):
     whole = cli(*asked)
     inner = cli(*asked, "--spec", "wi_0.kernel=fsdp")
     assert whole.status == inner.status == 0
+    assert whole.out.endswith("\nnothing was written\n")
     assert "Orbax reads whole chunks" not in whole.out
     assert "Orbax reads whole chunks" in inner.out
     headings, *rows = inner.blocks[1]

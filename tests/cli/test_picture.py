@@ -235,6 +235,11 @@ def test_mistakes(cli, tmp_path, single):
     result = cli("plan", single, "--mesh", "x=2", "--mesh", "x=4", "--picture", tmp_path / "page.html")
     assert (result.status, result.out) == (2, "")
     assert "--picture is for one --mesh" in result.err
+    for command in (("plan", single, "--mesh", "x=2", "--picture"), ("demo", single, "--output")):
+        result = cli(*command, tmp_path / "page.png")
+        assert (result.status, result.out) == (2, "")
+        assert f"expected a name that ends in .html or .svg, found '{tmp_path}/page.png'" in result.err
+        assert not (tmp_path / "page.png").exists()
     result = cli("plan", single, "--mesh", "x=2", "--picture", tmp_path / "no" / "page.html")
     assert (result.status, result.out) == (1, "")
     assert result.err == f"error: {tmp_path}/no/page.html: there is no directory to write it to\n"

@@ -14,6 +14,11 @@ def test_valid_checkpoints(cli, single, directory):
     assert cli("verify", directory) == (0, f"{directory}: OK, 5 tensors in 2 files\n", "")
 
 
+def test_one_tensor_is_not_several(cli, tmp_path):
+    ost.save(tmp_path / "one", {"a": np.ones(3)})
+    assert cli("verify", tmp_path / "one").out == f"{tmp_path / 'one'}: OK, 1 tensor in 1 file\n"
+
+
 def test_every_fault_has_a_line(cli, directory):
     for file, damage in zip(FILES, (lambda content: content[:-1], lambda content: content + b"\0"), strict=True):
         (directory / file).write_bytes(damage((directory / file).read_bytes()))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
     ("arguments", "message"),
     [
         ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
-        ({"to": "safetensors"}, "has .safetensors files already, also if it is a link; reshard splits them anew"),
+        ({"to": "safetensors"}, r"from: is safetensors already: use reshard, or .*\(--family dequantized\)"),
         ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype, as bfloat16, found 'int5'"),
         ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype, as bfloat16, found 'int8'"),
         ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
@@ -278,7 +278,7 @@ def test_configs_that_cannot_be_read(tmp_path):
 
 
 def test_orbax_to_orbax_is_a_reshard(tmp_path):
-    with pytest.raises(ost.SafetensorsError, match="reshard makes another checkpoint"):
+    with pytest.raises(ost.SafetensorsError, match="qwen3_unscanned: is a checkpoint of Orbax already: use reshard"):
         ost.convert(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path, to="orbax")
     with pytest.raises(ost.SafetensorsError, match="max_file_bytes is 0"):
         checkpoint(tmp_path / "from")

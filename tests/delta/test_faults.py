@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,6 +167,27 @@ def test_what_fails_leaves_nothing_in_a_place_that_is_not_there(delta, tmp_path,
     with pytest.raises(ost.SafetensorsError):
         ost.apply_delta(tmp_path / "new", delta, tmp_path / place)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_delta_is_not_a_model(delta, tmp_path, same):
+    """Its tensors are compressed differences, and its checksums are those of the model that it makes."""
+    if same:  # its index names no file, but there is one
+        delta = Path(ost.delta(tmp_path / "old", tmp_path / "old", tmp_path / "again", version=1, options=ONE).path)
+    for read in (ost.load, ost.open_checkpoint, partial(ost.delta, tmp_path / "old", publish=tmp_path, version=1)):
+        with pytest.raises(ost.IndexFileError, match="weight_v000001: is a delta of version 0; apply_delta makes the"):
+            read(delta)
+    assert ost.verify(delta) == []
+    with pytest.raises(ost.ChecksumError, match="is a delta"):
+        ost.verify(delta, data=True)
+    (delta / FILE).write_bytes((delta / FILE).read_bytes() + b"more")
+    assert len(ost.verify(delta)) == 1
+
+
+def test_another_base_is_told_which_one_the_delta_needs(delta, tmp_path):
+    ost.save(tmp_path / "other", {"a": changed(TREE["a"], 7), "b": TREE["b"]})
+    with pytest.raises(ost.ChecksumError, match="the delta is damaged, or the base is not version 0"):
+        ost.apply_delta(tmp_path / "other", delta, tmp_path / "made")
 
 
 def test_a_base_that_is_replaced_meanwhile_changed(delta, tmp_path, monkeypatch):
