@@ -26,6 +26,8 @@ _MODELOPT_NAME, _GPTQ_NAME = "hf_quant_config.json", "quantize_config.json"
 _AUTOROUND_NAME = "quantization_config.json"
 QUANTIZATION_NAMES = (_MODELOPT_NAME, _GPTQ_NAME, _AUTOROUND_NAME)
 
+# The names of a model's dtype, that of newer versions of `transformers` first.
+DTYPE_KEYS = ("dtype", "torch_dtype")
 # What a model computes in; a config may say anything.
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -134,7 +136,7 @@ def config_dtype(config: Mapping[str, Any]) -> np.dtype | None:
     """
     text = config.get("text_config")
     parts = (config, text if isinstance(text, Mapping) else {})
-    name = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    name = next((part[key] for part in parts for key in DTYPE_KEYS if part.get(key)), None)
     if isinstance(name, Mapping):
         name = name.get("text_config", name.get(""))
     if name is None:

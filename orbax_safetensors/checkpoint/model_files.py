@@ -17,6 +17,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
+    DTYPE_KEYS,
     QUANTIZATION_KEYS,
     QUANTIZATION_NAMES,
     as_config,
@@ -30,7 +31,8 @@ from orbax_safetensors.checkpoint.small_files import SMALL_BYTES, small_files
 from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.layout import ADAPTER_STEM, STEM
-from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
+from orbax_safetensors.mapping.architectures import architecture_of
+from orbax_safetensors.mapping.family import NO_FAMILY, Family, FamilyUse
 from orbax_safetensors.storage.local import make_directory
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, is_there, read_small, write_small
@@ -141,6 +143,13 @@ class ModelFiles:
         files, dtype = self.plain(), _most(tensors)
         return files if files.config is None else replace(files, config=_in_dtype(files.config, dtype))
 
+    def naming(self, family: Family) -> ModelFiles:
+        """Return the same files with a config that names its architecture, if it names none and `family` knows it."""
+        if self.config is None or self.config.get("architectures") or self.is_adapter:
+            return self
+        architecture = architecture_of(family, self.config)
+        return self if architecture is None else replace(self, config={**self.config, "architectures": [architecture]})
+
     def plain(self) -> ModelFiles:
         """Return the same files without what they say of quantisation."""
         config = None if self.config is None else without_quantization(self.config)
@@ -168,15 +177,28 @@ def _most(tensors: TensorTypes) -> np.dtype | None:
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: np.dtype | None) -> dict[str, Any]:
-    """Return a config that names `dtype`, if it is not None, wherever it names one: for the model, or for a part."""
-    named = dict(config)
+    """Return a config that names `dtype`, if it is not None: for the model, and for parts that name one.
+
+    A config without a `model_type`, which is not one of `transformers`, names one only if it did.
+    """
     if dtype is None:
-        return named
+        return dict(config)
+    named = _renamed(config, dtype)
+    if "model_type" in config:
+        used = [key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1]
+        if all(config.get(key) is None for key in used):
+            named[used[0]] = dtype.name
+    return named
+
+
+def _renamed(config: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """Return a config that names `dtype` wherever it names one: for the model, or for a part."""
+    named = dict(config)
     for key, value in config.items():
-        if key in ("dtype", "torch_dtype") and value is not None:
+        if key in DTYPE_KEYS and value is not None:
             named[key] = dtype.name
         elif key.endswith("_config") and isinstance(value, Mapping) and key not in QUANTIZATION_KEYS:
-            named[key] = _in_dtype(value, dtype)
+            named[key] = _renamed(value, dtype)
     return named
 
 

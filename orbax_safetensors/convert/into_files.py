@@ -97,7 +97,7 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
         stem=model_files.stem,
     )
     model_files = model_files.storing({name: (dtypes[name], shape) for name, (_, shape) in tensors.items()})
-    model_files = replace(model_files, use=use)
+    model_files = replace(model_files if family is None else model_files.naming(family), use=use)
     files = Files(layout, locations(layout), {leaf.name: leaf.view for leaf in viewed if not leaf.is_double})
     groups = interleaved(files.views)
     for names in groups:

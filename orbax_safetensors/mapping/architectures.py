@@ -16,6 +16,12 @@ def is_for(family: Family, config: Mapping[str, Any]) -> bool:
         return family.applies_to(config)
 
 
+def architecture_of(family: Family, config: Mapping[str, Any]) -> str | None:
+    """Return the architecture of a config that names none: the only one of the family for its model; else None."""
+    named = [name for name in family.architectures if "model_type" not in config or _is_of(name, config)]
+    return named[0] if len(named) == 1 else None
+
+
 def _is_of(architecture: str, config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
     if isinstance(architectures, list | tuple) and architectures:

@@ -143,5 +143,7 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     use = NO_FAMILY if known is None else known.use(config, stored, switches)
     if reference is not None and request.config is None:
         model_files = model_files.cast(tensors, reference.checkpoint, config)
+    if known is not None:
+        model_files = model_files.naming(known)
     model_files = replace(model_files.storing(tensors), use=use)
     return Contents(viewed, tensors, metadata | dict(request.metadata or {}), model_files, reference, copied)

@@ -12,12 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.mapping import Family, tensor
 from tests.support.compare import assert_same_arrays
 from tests.support.files import stored_arrays, write
 from tests.support.quantized_layers import FAMILY, GRIDS, config_of, quantized
 from tests.support.roots import TESTDATA
 
 MAXTEXT = TESTDATA / "maxtext" / "qwen3" / "hf"
+ORBAX = TESTDATA / "orbax" / "qwen3_unscanned"
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 SPLIT = ost.SafetensorsOptions(dequantize="split")
 RNG = np.random.default_rng(4)
@@ -95,6 +97,35 @@ def test_a_config_names_the_dtype_of_most_values(tmp_path, mesh, arguments):
     (key,) = {"dtype", "torch_dtype"} & config.keys()
     assert json.loads((tmp_path / "all" / "config.json").read_text()) == config | {key: "float16"}
     assert json.loads((tmp_path / "some" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+@pytest.mark.parametrize("architectures", [{"architectures": None}, {}], ids=["null", "none"])
+def test_a_fresh_config_gets_the_dtype_and_the_architecture(tmp_path, key, architectures):
+    """As `save_pretrained` writes them; a config that no model has been made of has neither."""
+    params = ost.load(MAXTEXT, family="maxtext")
+    config = json.loads((MAXTEXT / "config.json").read_text())
+    expected = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    fresh = {name: value for name, value in expected.items() if name != "architectures"} | architectures
+    fresh |= {} if key is None else {key: None}
+    ost.save(tmp_path / "saved", params, family="maxtext", config=fresh, dtype="float16")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved == expected | {key or "dtype": "float16"}
+    assert saved["architectures"] == ["Qwen3ForCausalLM"]
+    ost.convert(ORBAX, tmp_path / "converted", to="safetensors", family="maxtext", config=fresh)
+    dtype = next(iter(ost.open_checkpoint(tmp_path / "converted").tensors.values())).stored_dtype.numpy.name
+    assert json.loads((tmp_path / "converted" / "config.json").read_text()) == saved | {key or "dtype": dtype}
+
+
+def test_an_architecture_that_does_not_follow_is_not_named(tmp_path):
+    """Without a family, and for a family of several architectures, or of another model."""
+    tensors = {"w": np.ones((2, 2), F32)}
+    several = Family("f", ("ToyForCausalLM", "ToyForTokens"), lambda _: {"w": tensor("w", (2, 2))})
+    for number, (family, model_type) in enumerate([(None, "toy"), (several, "toy"), (several, "other")]):
+        config = {"model_type": model_type, "architectures": None}
+        ost.save(tmp_path / f"{number}", tensors, family=family, config=config)
+        saved = json.loads((tmp_path / f"{number}" / "config.json").read_text())
+        assert saved == config | {"dtype": "float32"}
 
 
 def test_codes_and_scales_are_not_cast_together(tmp_path):
