@@ -43,6 +43,10 @@ def as_config(config: Any) -> dict[str, Any] | None:
     """
     if config is None:
         return None
+    if isinstance(config, type):
+        raise MappingError(f"config: expected an instance, found the class {config.__name__}: pass an instance of it")
+    if not hasattr(config, "to_dict") and hasattr(getattr(config, "config", None), "to_dict"):
+        raise MappingError(f"config: expected a config, found a {type(config).__name__}: pass model.config")
     content = config.to_dict() if hasattr(config, "to_dict") else config
     try:
         config = json.loads(json.dumps(content, default=_listed))

@@ -29,11 +29,12 @@ from orbax_safetensors.checkpoint.quantized import stores_codes
 from orbax_safetensors.checkpoint.record import RECORD_NAME, Fingerprints, record_content
 from orbax_safetensors.checkpoint.small_files import SMALL_BYTES, small_files
 from orbax_safetensors.devices.bits import is_float
-from orbax_safetensors.errors import storage_errors
+from orbax_safetensors.errors import MissingError, storage_errors
 from orbax_safetensors.format.layout import ADAPTER_STEM, STEM
 from orbax_safetensors.mapping.architectures import architecture_of
 from orbax_safetensors.mapping.family import NO_FAMILY, Family, FamilyUse
 from orbax_safetensors.storage.local import make_directory
+from orbax_safetensors.storage.paths import missing
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, is_there, read_small, write_small
 
@@ -212,6 +213,8 @@ def model_files_of(config: Any, storage_options: Mapping[str, Any] | None) -> Mo
     if not isinstance(config, str | os.PathLike):
         return ModelFiles(as_config(config))
     store, path = store_of(config, storage_options)
+    if store.is_local and not os.path.lexists(path):
+        raise MissingError(f"config: {path}: {missing(path)}")
     if path.endswith(".json") or os.path.isfile(path):
         return ModelFiles(as_config(parse_config(store.open(path))))
     content = as_config(parse_config(store.open(posixpath.join(path, CONFIG_NAME))))

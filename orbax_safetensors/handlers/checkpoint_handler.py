@@ -249,7 +249,8 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
         that is possible; with True the save fails if it is not.
       dtype: to cast arrays of floating point to while writing: one for all leaves, or dtypes by regular expressions
         of names, as for `load`. It takes precedence over `save_args` and over the dtypes of `like`. The config that is
-        written names the dtype of most values. Tensors that are copied from `like` keep theirs.
+        written names the dtype of most values; a `config` without an architecture gets the family's. Tensors that are
+        copied from `like` keep theirs.
     """
 
     item: Any
@@ -268,7 +269,10 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
 def checked(args: Any, kind: type[_Args]) -> _Args:
     """Return `args`; those of another handler may have fields of the same names, and more that would be lost."""
     if not isinstance(args, kind):
-        raise SafetensorsError(f"expected orbax_safetensors.{kind.__name__}, found {type(args).__name__}")
+        raise SafetensorsError(
+            f"expected orbax_safetensors.{kind.__name__}, found {type(args).__name__}: pass ost.{kind.__name__}(...), "
+            f"or keep these args with Orbax's handler after ost.register({'save=True' * (kind is SafetensorsSave)})"
+        )
     return args
 
 

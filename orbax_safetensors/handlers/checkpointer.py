@@ -105,7 +105,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         self, path: str, args: Any, active: ActiveProcesses, *, force: bool, custom_metadata: dict[str, Any] | None
     ) -> None:
         """Let Orbax save, and put the checkpoint in its place; all processes do so together."""
-        new = NewDirectory(os.path.realpath(path), force=force, sources=(args.config, args.like))
+        new = NewDirectory(os.path.realpath(path), force=force, config=args.config, like=args.like)
         key = new_key("directory", path, active)
         try:
             together(

@@ -27,6 +27,7 @@ _MOST_TENSORS = 250_000
 _MOST_OF_STORED = 4
 
 # What a message adds if there is no config.
+SAVE_CONFIG = "pass like= or config=: the family needs a config.json"
 NO_CONFIG = "put the model's config.json beside the files; a save takes it from config= or like="
 
 # No dimension is as long; a config that says so is damaged or hostile.
@@ -320,7 +321,7 @@ class Family:
         try:
             tree = self.tree(config, **variant)
         except KeyError as error:
-            advice = "" if config else f", because there is none; {NO_CONFIG}"
+            advice = "" if config else f", because there is none; {NO_CONFIG if stored is not None else SAVE_CONFIG}"
             raise MappingError(f"{self.name}: config.json has no {error}{advice}") from error
         except MappingError as error:
             raise MappingError(f"{self.name}: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import Family, tensor
 
@@ -16,6 +17,8 @@ _PREFIX = "base_model.model."
 _CHOOSING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 # Adapters with these have other tensors besides, without which PEFT computes something else or does not load them.
 _WITH_OTHER_TENSORS = ("use_dora", "modules_to_save")
+# Where the config comes from.
+_CONFIG = "a restore reads it from adapter_config.json, and a save takes it from config= or like="
 
 
 def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Family:
@@ -61,7 +64,9 @@ def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Fam
 
 def check_kind(config: Mapping[str, Any]) -> None:
     """Raise `MappingError` if an adapter is more than pairs of matrices, or something else."""
-    if (kind := config.get("peft_type", "LORA")) != "LORA":
+    if "peft_type" not in config:
+        raise MappingError(f"the config has no 'peft_type', which is 'LORA' for these adapters; {_CONFIG}")
+    if (kind := config["peft_type"]) != "LORA":
         raise MappingError(f"adapter_config.json: expected peft_type 'LORA', found {kind!r}")
     for key in _WITH_OTHER_TENSORS:
         if config.get(key):
@@ -80,17 +85,18 @@ def _layers(module: str, base: Mapping[str, tuple[int, ...]]) -> list[str]:
     pattern = re.compile(re.escape(before) + (r"(\d+)" + re.escape(after) if "{}" in module else "()"))
     found = {match[1] for name in base if (match := pattern.fullmatch(name)) and len(base[name]) == 2}
     if not found:
-        raise MappingError(f"the base model has no matrix {module + '.weight'!r}")
+        if module.endswith(".weight"):
+            raise MappingError(f"{module!r}: name the module, without .weight")
+        modules = {name.removesuffix(".weight") for name, shape in base.items() if len(shape) == 2}
+        similar = hint(module.replace("{}", "0"), modules)
+        raise MappingError(f"the base model has no matrix {module + '.weight'!r}{similar}")
     return sorted(found, key=lambda number: (len(number.lstrip("0")), number.lstrip("0")))
 
 
 def pair(config: Mapping[str, Any], module: str, base: Mapping[str, tuple[int, ...]]) -> tuple[View, View]:
     """Return both adapters of a module: `[inputs, rank]` and `[rank, outputs]`, by the shapes of the base model."""
     if "r" not in config:
-        raise MappingError(
-            "the config has no 'r', the rank of an adapter; a restore reads it from adapter_config.json, and a save "
-            "takes it from config= or like="
-        )
+        raise MappingError(f"the config has no 'r', the rank of an adapter; {_CONFIG}")
     if not is_target(config, module):
         chosen = {key: config[key] for key in _CHOOSING if config.get(key) is not None}
         raise MappingError(f"{module!r} is not one of the modules to which the config gives adapters: {chosen}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping.architectures import is_for
 from orbax_safetensors.mapping.families import FAMILIES
-from orbax_safetensors.mapping.family import NO_CONFIG, Family, Variant, switches_of
+from orbax_safetensors.mapping.family import NO_CONFIG, SAVE_CONFIG, Family, Variant, switches_of
 
 # Names in the tree are the names in the files, whatever families are registered.
 IDENTITY = Family("identity", (), dict)
+
+_LISTED = 4  # names in a message
 
 _lock = threading.Lock()
 
@@ -74,13 +76,13 @@ def registered_for(config: Mapping[str, Any]) -> list[Family]:
     return families
 
 
-def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | None:
+def find(family: Family | str | None, config: Mapping[str, Any], *, saves: bool = False) -> Family | None:
     """Return the family for a checkpoint with this `config.json` ({} without one); None for `IDENTITY`.
 
     `family` is a family, its name, or the part of the name before the first dot: the config's architecture then decides
     among the families whose names begin with this part. If it is None, returns the family that is registered for the
-    architecture, or None. Raises `MappingError` if no family has the name, or if none or several are for the
-    architecture.
+    architecture, or None. Messages to a caller that `saves` say where its config comes from. Raises `MappingError` if
+    no family has the name, or if none or several are for the architecture.
     """
     if family in (IDENTITY, IDENTITY.name):
         return None
@@ -94,11 +96,11 @@ def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | Non
         return known[family]
     single = _single_for(config, matches, family)
     if single is None:
-        advice = NO_CONFIG
+        advice = SAVE_CONFIG if saves else NO_CONFIG
         if config:
             served = sorted({name for match in matches for name in match.architectures})
             names = ", ".join(match.name for match in matches)
-            advice = f"there are families for {', '.join(served)}" if served else f"pass the whole name of one: {names}"
+            advice = f"there are families for {_few(served)}" if served else f"pass the whole name of one: {names}"
         raise MappingError(f"{family}: no family is for {architecture_text(config)}; {advice}")
     return single
 
@@ -147,8 +149,14 @@ def _similar(name: str, known: Mapping[str, Family]) -> str:
     spelling = name.lower()
     spellings = [spelling] if spelling in meant else difflib.get_close_matches(spelling, meant, n=3, cutoff=0.8)
     if not spellings:
-        return f"; there are {', '.join(sorted(known))}"
+        return f"; there are {_few(sorted({name.partition('.')[0] for name in known}))}"
     return f" (nearest: {', '.join(repr(family) for spelling in spellings for family in meant[spelling])})"
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return some of these names of families or architectures for a message, and how to see all."""
+    more = " and more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}; `orbax-safetensors families` lists all"
 
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:

@@ -123,7 +123,7 @@ def match(
     if unexpected:
         unexpected = unexpected - empty_nodes(restore_args if item is None else item)
     if unexpected or not requested.keys() <= stored.keys():
-        problems = _wrong_names(checkpoint, requested, unexpected)
+        problems = _wrong_names(checkpoint, requested, unexpected, may_pass_family=paths is None)
         # Orbax's handlers, which pass names, do not say whether they were to transform the tree.
         advice = "" if paths is None else "; transforms do not rename tensors: use stored names, or register a family"
         raise TensorMismatchError(f"{checkpoint.path}: {problems}{advice}")
@@ -184,7 +184,9 @@ def assign_devices(matched: Matched, path: str, *, abstract: bool = False) -> Ma
     return replace(matched, leaves=tuple(leaves))
 
 
-def _wrong_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpected: Set[str]) -> str:
+def _wrong_names(
+    checkpoint: Checkpoint, requested: Mapping[str, Any], unexpected: Set[str], *, may_pass_family: bool
+) -> str:
     """Return which requested names are not stored, and which stored names are unexpected."""
     stored = checkpoint.leaves
     problems = []
@@ -192,12 +194,20 @@ def _wrong_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
         keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
         stored_of_model = "nnx.state(model, (nnx.Param, nnx.BatchStat))"
         advice = f" (random keys are not stored; leave them out, as {stored_of_model} does)" if keys else ""
-        if all(type(leaf) is int and not hint(name, stored) for name, leaf in requested.items()):
+        is_mesh = all(type(leaf) is int and not hint(name, stored) for name, leaf in requested.items())
+        if is_mesh:
             advice += f" (for a mesh, pass {MESH} rather than sizes)"
+        elif all(type(requested[name]) in (bool, int, float) for name in missing):
+            advice += (
+                " (numbers of a module are not stored; leave them out, as eqx.partition(model, eqx.is_array) does)"
+            )
         if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
             advice += " (some are names of stored tensors, and a family is in use: family='identity' restores these)"
         names = some(missing, lambda name: shown(name) + hint(name, stored))
         problems.append(f"not in the checkpoint: {names}{advice}")
+        if may_pass_family and checkpoint.mapped is None and len(missing) == len(requested) and not is_mesh:
+            problems.append("the tree has none of the stored names: pass family=, such as 'maxtext'")
+            return "; ".join(problems)
     if unexpected:
         problems.append(
             "in the checkpoint but not in the tree (partial=True leaves them out; for Orbax, partial_restore=True): "

@@ -109,7 +109,7 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
     if like is None:
         reference, metadata = None, _METADATA
         config = model_files.config or {}
-        known = registry.find(family, config)
+        known = registry.find(family, config, saves=True)
     else:
         reference = read_reference(like, family, model_files.config, options)
         known, config, model_files = reference.family, reference.config, reference.model_files

@@ -28,10 +28,10 @@ class NewDirectory(Workspace):
 
     kind = "save"
 
-    def __init__(self, destination: str, *, force: bool, sources: tuple[Any, ...] = ()) -> None:
-        """Touch nothing. `destination` is absolute, without symbolic links; the save reads `sources`."""
+    def __init__(self, destination: str, *, force: bool, config: Any = None, like: Any = None) -> None:
+        """Touch nothing. `destination` is absolute, without symbolic links; the save reads `config` and `like`."""
         self.destination = destination
-        self._force, self._sources = force, sources
+        self._force, self._config, self._like = force, config, like
         self._beside = f"{destination}{ocp.path.atomicity.TMP_DIR_SUFFIX}"
         self.path = self._beside if force else destination
         self._temporary = f"{self.path}{ocp.path.atomicity.TMP_DIR_SUFFIX}"
@@ -49,7 +49,7 @@ class NewDirectory(Workspace):
         if os.path.ismount(path):
             raise StorageError(f"{path}: is a mount point, which cannot be renamed; save to a directory in it")
         if self._force:
-            check_kept(path, *self._sources)
+            check_kept(path, config=self._config, like=self._like)
             if os.path.isdir(path):
                 check_replaceable(LocalStore(), path)
 

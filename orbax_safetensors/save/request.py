@@ -59,7 +59,7 @@ class SaveRequest:
         Not when the request is made: processes that save together have to fail together.
         """
         if self.existing == "replaced":
-            check_kept(as_text(self.path), self.config, self.like)
+            check_kept(as_text(self.path), config=self.config, like=self.like)
         if not isinstance(self.max_file_bytes, int) or self.max_file_bytes < 1:
             raise SafetensorsError(f"max_file_bytes is {self.max_file_bytes!r}, must be an integer of at least 1")
         if not isinstance(self.metadata, Mapping | None):
@@ -69,8 +69,11 @@ class SaveRequest:
         check_one_store(self.options.storage_options, self.path, self.config, self.like)
 
 
-def check_kept(directory: str, *sources: Any) -> None:
-    """Raise `StorageError` if a save that replaces `directory` reads one of `sources`, as far as these are paths."""
-    for source in sources:
-        if isinstance(source, str | os.PathLike) and is_below(absolute_path(source), directory):
-            raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")
+def check_kept(directory: str, *, config: Any, like: Any) -> None:
+    """Raise `StorageError` if a save that replaces `directory` reads `config` or `like`, as far as these are paths."""
+    for argument, source in (("config", config), ("like", like)):
+        if not isinstance(source, str | os.PathLike) or not is_below(path := absolute_path(source), directory):
+            continue
+        if is_below(directory, path):
+            raise StorageError(f"{source}: {argument}= is the checkpoint that this save replaces; save elsewhere")
+        raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")

@@ -41,6 +41,8 @@ from orbax_safetensors.storage.retries import RefusedError, WrongAnswerError
 
 _T = TypeVar("_T")
 
+_NO_NETWORK = "no network? pass a local path, or set HF_HUB_OFFLINE=1 for your cache"
+
 # What a checkpoint can be made of: a snapshot in the cache without other files of its commit is complete.
 _CHECKPOINT_FILES = ["*.safetensors", "*.json"]
 
@@ -146,9 +148,8 @@ class HubApi:
             fault = _not_understood()
         except Exception as error:  # of an HTTP client that is not the same in all versions of `huggingface_hub`
             kind = type(error).__name__
-            fault = RefusedError(
-                "no answer of the Hub in time" if "Timeout" in kind else f"no usable answer of the Hub ({kind})"
-            )
+            text = "no answer of the Hub in time" if "Timeout" in kind else f"no usable answer of the Hub ({kind})"
+            fault = RefusedError(f"{text}; {_NO_NETWORK}" if "Connect" in kind else text)
         # Out of the handler: the error holds the request.
         raise fault
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError, TargetTypeError
-from orbax_safetensors.storage.whereabouts import similar
+from orbax_safetensors.storage.whereabouts import similar, unfinished
 
 PathLike = str | os.PathLike[str]
 
@@ -209,5 +209,5 @@ def missing(path: str) -> str:
     except OSError:  # the working directory was deleted
         name = path
     if _NAME.fullmatch(name):
-        return f"no such directory; for the Hub write hf://{name}"
-    return f"no such file or directory{similar(path)}"
+        return f"no such directory{unfinished(path) or f'; for the Hub write hf://{name}'}"
+    return f"no such file or directory{unfinished(path) or similar(path)}"

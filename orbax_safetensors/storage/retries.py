@@ -109,7 +109,7 @@ class Retries:
         Raises `StorageError`, `FileNotFoundError` or `ChangedError`, never with an error of obstore as its context. The
         `errno` of a `StorageError` is EACCES if the server answered 403. `path` and `verb` are for messages.
         """
-        began, wait, number, wrong = time.monotonic(), FIRST_WAIT, 1, 0
+        began, wait, number, wrong, warned = time.monotonic(), FIRST_WAIT, 1, 0, ""
         while True:
             ended: Exception | None = None
             try:
@@ -137,7 +137,9 @@ class Retries:
                 if failure.forbidden:
                     fault.errno = errno.EACCES
                 raise fault
-            logger.warning("%s: %s failed, trying again: %s", path, verb, failure.fault)
+            level = logging.DEBUG if failure.fault == warned else logging.WARNING  # once for each reason
+            logger.log(level, "%s: %s failed, trying again: %s", path, verb, failure.fault)
+            warned = failure.fault
             await asyncio.sleep(pause)
             wait, number = min(2 * wait, LONGEST_WAIT), number + 1
 

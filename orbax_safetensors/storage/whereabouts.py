@@ -15,6 +15,8 @@ _NUMBERED = re.compile(r"(?:.*[-_])?([0-9]{1,18})")  # a step: `12`, `checkpoint
 # How far below a directory files are searched, in how many directories, of how many entries.
 _DEPTH, _DIRECTORIES, _ENTRIES = 3, 200, 1000
 _SHOWN = 3
+# How the names of Orbax's directories end until they are complete; a number may follow.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def directory_hint(path: str, names: Iterable[str]) -> str:
@@ -49,6 +51,15 @@ def similar(path: str) -> str:
     directory, name = os.path.split(path.rstrip("/"))
     nearest = difflib.get_close_matches(name, _names(directory or "."), n=1)
     return f" (nearest: {os.path.join(directory, nearest[0])})" if nearest else ""
+
+
+def unfinished(path: str) -> str:
+    """Return what a message adds on a path that does not exist, and that Orbax is still saving; empty if it is not."""
+    directory, name = os.path.split(path.rstrip("/"))
+    begun = next((other for other in _names(directory or ".") if other.startswith(f"{name}{_UNFINISHED}")), None)
+    if begun is None:
+        return ""
+    return f"; {os.path.join(directory, begun)} exists: its save has not finished; wait for it (wait_until_finished())"
 
 
 class _FoundCheckpoints:

@@ -190,7 +190,10 @@ def test_without_a_family_a_registered_one_counts_for_nothing(cli):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--family", "nobody"], "there is no family 'nobody'; there are dequantized, flax.paths, maxtext."),
+        (
+            ["--family", "nobody"],
+            "there is no family 'nobody'; there are dequantized, flax, maxtext, tunix; `orbax-safetensors families`",
+        ),
         (["--family", ""], "there is no family ''"),
         (
             ["--family", "lama"],

@@ -99,7 +99,7 @@ def test_a_tree_that_does_not_fit_leaves_no_file(tmp_path):
             (other, config_of("qwen3"), r"params\.decoder\.layers\..* is missing"),
             (tree, wider, r"mlp\.wi_0\.kernel, of .*expected \(32, 3, 56\), found \(32, 3, 48\)"),
             (tree, {**config_of("qwen3"), "tie_word_embeddings": False}, r"logits_dense\.kernel is missing"),
-            (tree, None, r"no family is for a checkpoint without config\.json.*; a save takes it from config="),
+            (tree, None, r"config\.json; pass like= or config=: the family needs a config\.json$"),
             (tree, config_of("llama3.1"), r"query_norm\.scale is not in the family's tree"),
         ]
     ):

@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.transfer.reader import Reader
+from tests.multiprocess.workers_families import made_by_maxtext
 from tests.support.compare import assert_same_bits
 from tests.support.files import nothing_left, write
+from tests.support.roots import TESTDATA
 from tests.support.small_model import TENSORS, B, W, restore_alone, struct
 
 MISFITS = {
@@ -85,6 +87,25 @@ def test_a_leaf_of_another_type_is_a_type_error(directory, mesh, leaf):
     for error in (TypeError, ost.TensorMismatchError):
         with pytest.raises(error, match=f"'layer.b': a leaf of type {type(leaf).__name__} cannot be restored"):
             ost.load(directory, target)
+
+
+def test_a_tree_of_a_family_that_was_forgotten(checkpointer):
+    """No advice to leave out all tensors, or to spell names of another tree."""
+    stored, tree = TESTDATA / "maxtext" / "qwen3" / "hf", made_by_maxtext("qwen3", "scanned")
+    message = r"and \d+ more; the tree has none of the stored names: pass family=, such as 'maxtext'$"
+    for partial in (False, True):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            ost.load(stored, tree, partial=partial)
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        checkpointer.restore(stored, item=tree)
+
+
+def test_numbers_of_a_module(directory):
+    """Those of Equinox are leaves, as the rate of a Dropout."""
+    item = {"layer": {"w": struct(W), "b": struct(B), "p": 0.5, "inference": False}, "step": ocp.PLACEHOLDER}
+    advice = r"'layer.p'.* \(numbers of a module are not stored; .* eqx\.partition\(model, eqx\.is_array\) does\)$"
+    with pytest.raises(ost.TensorMismatchError, match=advice):
+        ost.load(directory, item)
 
 
 def test_restore_args_for_leaves_that_are_not_there(directory, checkpointer):
@@ -206,8 +227,12 @@ def test_a_sharding_that_cannot_be_made(directory, checkpointer, mesh, make):
 
 @pytest.mark.parametrize("args", [ocp.args.PyTreeRestore(item={}), ocp.args.StandardRestore({})], ids=str)
 def test_arguments_of_another_handler(directory, tmp_path, checkpointer, args):
-    with pytest.raises(ost.SafetensorsError, match=r"expected orbax_safetensors\.SafetensorsRestore, found"):
+    advice = r"pass ost\.Safetensors{}\(\.\.\.\), or keep these args with Orbax's handler after ost\.register\({}\)$"
+    message = r"expected orbax_safetensors\.SafetensorsRestore, found .*: " + advice.format("Restore", "")
+    with pytest.raises(ost.SafetensorsError, match=message):
         checkpointer.restore(directory, args=args)
+    with pytest.raises(ost.SafetensorsError, match=advice.format("Save", "save=True")):
+        checkpointer.save(tmp_path / "saved", args=ocp.args.PyTreeSave({"w": W}))
     write(tmp_path / "one.safetensors", TENSORS)
     with (
         ost.SafetensorsCheckpointer() as checkpointer,

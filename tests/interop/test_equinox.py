@@ -147,3 +147,15 @@ def test_layers_that_hold_nothing_stay_in_the_saved_tree(tmp_path):
     assert [sorted(layer or ()) for layer in restored["layers"]] == [["bias", "weight"], [], ["fn"]]
     assert jax.tree.structure(ost.load(tmp_path / "saved", arrays)) == jax.tree.structure(arrays)
     assert ost.load(tmp_path / "saved", partial=["layers.0.bias"])["layers"][1:] == [None, None]
+
+
+def test_a_model_with_numbers(tmp_path):
+    """Filtered files do not have them, and the error says how to load the others."""
+    model = eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
+    arrays, static = eqx.partition(model, eqx.is_array)
+    ost.save(tmp_path / "saved", arrays)
+    with pytest.raises(
+        ost.TensorMismatchError, match=r"'layers\.1\.p'.* as eqx\.partition\(model, eqx\.is_array\) does"
+    ):
+        ost.load(tmp_path / "saved", model)
+    assert eqx.tree_equal(eqx.combine(ost.load(tmp_path / "saved", arrays), static), model)

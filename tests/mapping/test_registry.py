@@ -28,6 +28,8 @@ def test_the_name_of_a_model_alone():
         registry.find("qwen3", {})
 
 
-def test_a_name_that_is_near_none_lists_all():
-    with pytest.raises(MappingError, match=r"'bert'; there are dequantized, flax\.paths, maxtext\..*, tunix\.qwen3$"):
+def test_a_name_that_is_near_none_names_a_few():
+    with pytest.raises(
+        MappingError, match=r"'bert'; there are dequantized, flax, maxtext, tunix; `orbax-safetensors families` l"
+    ):
         registry.find("bert", {})

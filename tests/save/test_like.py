@@ -402,8 +402,9 @@ def test_what_is_not_a_checkpoint(tmp_path):
 def test_a_forced_save_does_not_delete_what_it_reads(tmp_path, source, argument):
     tree = restore(source, family="maxtext")
     before = {path.name: path.read_bytes() for path in source.iterdir()}
-    for directory in (source, tmp_path):
-        with pytest.raises(ost.StorageError, match=r"source: is in .*, which the save would delete"):
+    same = f"source: {argument}= is the checkpoint that this save replaces; save elsewhere$"
+    for directory, message in ((source, same), (tmp_path, r"source: is in .*, which the save would delete")):
+        with pytest.raises(ost.StorageError, match=message):
             ost.save(directory, tree, family="maxtext", force=True, **{argument: source})
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     (tmp_path / "saved").mkdir()

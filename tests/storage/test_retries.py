@@ -159,9 +159,10 @@ def test_an_error_has_no_error_of_obstore_behind_it(clock):
         assert caught.value.__cause__ is None
 
 
-def test_each_attempt_that_failed_is_a_warning(clock, caplog):
+def test_each_reason_for_which_attempts_fail_is_one_warning(clock, caplog):
+    busy, busier = RefusedError("busy", 503), RefusedError("busier", 503)
     with caplog.at_level("WARNING", retries.logger.name):
-        run(Request(RefusedError("busy", 503), RefusedError("busier", 503), answer=1))
+        run(Request(busy, busy, busier, busier, answer=1))
     assert [record.getMessage() for record in caplog.records] == [
         f"{PATH}: reading failed, trying again: busy",
         f"{PATH}: reading failed, trying again: busier",

@@ -154,3 +154,12 @@ def test_a_search_is_short(tmp_path, monkeypatch):
         touch(tmp_path / f"a{number}" / "b" / "c" / "d" / "model.safetensors")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert whereabouts.directory_hint(str(tmp_path), os.listdir(tmp_path)) == ""
+
+
+def test_a_save_of_orbax_that_has_not_finished(tmp_path):
+    for name in ("new", "owner/name"):
+        (tmp_path / f"{name}.orbax-checkpoint-tmp").mkdir(parents=True)
+        begun = re.escape(f"{tmp_path / name}.orbax-checkpoint-tmp exists: its save has not finished; wait for it")
+        refused(tmp_path / name, rf"no such .*; {begun} \(wait_until_finished\(\)\)$")
+    (tmp_path / "old.orbax-checkpoint-tmp-1234").mkdir()
+    refused(tmp_path / "old", r"old\.orbax-checkpoint-tmp-1234 exists")
