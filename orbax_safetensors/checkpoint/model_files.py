@@ -214,7 +214,7 @@ def model_files_of(config: Any, storage_options: Mapping[str, Any] | None) -> Mo
         return ModelFiles(as_config(config))
     store, path = store_of(config, storage_options)
     if store.is_local and not os.path.lexists(path):
-        raise MissingError(f"config: {path}: {missing(path)}")
+        raise MissingError(f"{path}: {missing(path)}")
     if path.endswith(".json") or os.path.isfile(path):
         return ModelFiles(as_config(parse_config(store.open(path))))
     content = as_config(parse_config(store.open(posixpath.join(path, CONFIG_NAME))))

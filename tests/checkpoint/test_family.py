@@ -607,7 +607,7 @@ class TestErrors:
         for config, message in (
             (ToyConfig, "config: expected an instance, found the class ToyConfig: pass an instance of it"),
             (Toy(), "config: expected a config, found a Toy: pass model.config"),
-            (model / "confg.json", f"config: {misspelt}"),
+            (model / "confg.json", misspelt),
         ):
             with pytest.raises(ost.SafetensorsError, match=f"^{re.escape(message)}$"):
                 ost.save(tmp_path / "saved", tensors, config=config)

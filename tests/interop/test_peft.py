@@ -87,7 +87,7 @@ def in_tree(adapters, family):
     for path, module in MODULES.items():
         of_layers = [adapters[f"model.layers.{layer}.{module}"] for layer in range(LAYERS)]
         transposed = [{"lora_a": a.T, "lora_b": b.T} for a, b in of_layers]
-        if "layers.0.v.lora_a" in family.tree({"r": RANK}):
+        if "layers.0.v.lora_a" in family.tree({"peft_type": "LORA", "r": RANK}):
             for layer, pair in enumerate(transposed):
                 tree["layers"].setdefault(str(layer), {})[path] = pair
         else:

@@ -3,6 +3,8 @@
 The models are tiny and random. Nothing is downloaded.
 """
 
+import json
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -181,3 +183,17 @@ def test_the_small_models_of_the_guides(tmp_path, mesh):
     down = np.asarray(params["params"]["decoder"]["layers"]["mlp"]["wo"]["kernel"])
     for number, layer in enumerate(model.model.layers):
         assert down[:, number].tobytes() == to_numpy(layer.mlp.down_proj.weight).T.tobytes()
+
+
+def test_a_fresh_config_is_saved_as_save_pretrained_would(tmp_path):
+    """Its dtype and architectures are None until a model is made of it."""
+    fresh = transformers.Qwen3Config(**SIZES)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    params = ost.load(tmp_path / "theirs", family="maxtext", dtype="float32")
+    ost.save(tmp_path / "ours", params, family="maxtext", config=fresh, dtype="bfloat16")
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs"))
+    assert (ours["dtype"], ours["architectures"]) == (theirs["dtype"], theirs["architectures"])
+    assert ours["dtype"] == "bfloat16"
+    assert_same_model(load(tmp_path / "ours"), model.eval())
