@@ -1,7 +1,6 @@
 """A model's own tree, restored and saved through a family that somebody wrote."""
 
 import json
-import re
 from dataclasses import replace
 
 import jax
@@ -592,23 +591,3 @@ class TestErrors:
     def test_a_config_that_cannot_be_saved(self, tensors, tmp_path, config):
         with pytest.raises(ost.MappingError, match=r"config: "):
             checkpointer().save(tmp_path / "saved", args=ost.SafetensorsSave(tensors, config=config))
-
-    def test_what_stands_beside_a_config(self, tensors, model, tmp_path):
-        """Its class, the model that has it, and a path that is misspelt."""
-
-        class ToyConfig:
-            def to_dict(self):
-                return CONFIG
-
-        class Toy:
-            config = ToyConfig()
-
-        misspelt = f"{model / 'confg.json'}: no such file or directory (nearest: {model / 'config.json'})"
-        for config, message in (
-            (ToyConfig, "config: expected an instance, found the class ToyConfig: pass an instance of it"),
-            (Toy(), "config: expected a config, found a Toy: pass model.config"),
-            (model / "confg.json", misspelt),
-        ):
-            with pytest.raises(ost.SafetensorsError, match=f"^{re.escape(message)}$"):
-                ost.save(tmp_path / "saved", tensors, config=config)
-            assert not (tmp_path / "saved").exists()
