@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
 from safetensors.numpy import load_file
@@ -21,6 +22,8 @@ DOCS = ROOT / "docs"
 OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
 OF_THEIR_OWN |= {"own-families", "quantized", "tables"}  # test_families.py
 OF_THEIR_OWN |= {"own-formats", "several-hosts"}  # test_own_formats.py, test_several_hosts.py
+# Pages set these, and other tests do not.
+COMPILATION_CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 # The tests below look at the results.
 CHECKED = {"converting.md", "how-it-works.md", "quickstart.md", "restore.md", "training.md"}
 PAGES = sorted(
@@ -49,8 +52,12 @@ def of_page(tmp_path, models):
             after.append(dict(names))
         return names, after
 
+    cache = {name: getattr(jax.config, name) for name in COMPILATION_CACHE}
     yield run
     ost.unregister()
+    for name, value in cache.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -81,6 +88,7 @@ def test_the_guide_to_restores(of_page, models, tmp_path):
     assert list(names["first"]) == sorted(first)
     assert {leaf.dtype for leaf in names_of(names["mlps"]).values()} == {np.dtype("float32")}
     assert set(names["mlps"]["params"]["decoder"]["layers"]) == {"mlp"}
+    assert set(names["layer"]["params"]["decoder"]) == {"layers_0"}
     assert ost.plan_restore(tmp_path / "llama", names["args"]).processes[0].over_read == 1
     weight, (adam, *_) = names["state"].params["w"], names["state"].opt_state
     assert np.asarray(weight).tobytes() == models["state"]["params.w"].tobytes()

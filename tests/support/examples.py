@@ -20,6 +20,7 @@ NOT_RUN = (
     "pip install ",
     "orbax-safetensors --completion ",
     "export ",
+    "mkdir ",
     "python -m maxtext.",
     "python -m pytest",
     "python examples/",
