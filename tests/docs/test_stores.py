@@ -1,7 +1,5 @@
 """The page on stores: its examples run with a store and a Hub on this machine."""
 
-import re
-
 import numpy as np
 import obstore
 
