@@ -129,6 +129,7 @@ def run(scenario: Scenario, directory: Path, rounds: int, converted: dict[str, A
                 continue
             try:
                 runs[loader] += measure(scenario, loader, directory, first=number == 0)
+                console.print(f"{loader}: {runs[loader][-1]['seconds']:.2f} s")
             except RuntimeError as error:
                 console.print(f"{scenario.title}: {loader} {error}", style="red", markup=False)
     if converted:
@@ -195,8 +196,8 @@ def main() -> int:
         console.print(f"{size}, {nbytes / 1e9:.2f} GB of files, page cache warm")
         if runs[PACKAGE]:
             show(scenario, runs, console)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1))
     return int(broken)
 
 
