@@ -77,7 +77,7 @@ def test_the_examples(tmp_path, metrics, records, mesh):
         name: array.tobytes() for name, array in TREE.items()
     }
 
-    named = re.findall(r"^\| `/(\S+)` \|", PAGE.read_text(), re.MULTILINE)
+    named = [f"jax/orbax/{name}" for name in re.findall(r"`((?:read|write)/safetensors/\w+)`", PAGE.read_text())]
     assert sorted(metrics.values) == sorted(named)
     found = {name.rpartition("/")[2]: value for name, (value,) in metrics.values.items() if "/read/" in name}
     assert (found["bytes_read"], found["bytes_needed"]) == (NBYTES, NBYTES)
