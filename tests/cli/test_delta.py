@@ -19,7 +19,7 @@ def test_what_was_published(cli, tmp_path):
     assert int(result.facts["delta"]) < int(result.facts["model"])
     verified = cli("verify", path)
     assert (verified.status, verified.err) == (0, "")
-    assert verified.out.endswith(" file, a delta of version 0: apply_delta makes the model\n")
+    assert verified.out.endswith(", a delta of version 0: apply_delta makes the model\n")
     ost.apply_delta(steps[0], path, tmp_path / "made")
     assert tensor_files(tmp_path / "made") == tensor_files(steps[1])
     document = json.loads(cli("delta", steps[1], steps[2], tmp_path / "published", "--version", "2", "--json").out)
