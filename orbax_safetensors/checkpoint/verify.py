@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
+from orbax_safetensors.checkpoint.checksums import Recorded, missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
 from orbax_safetensors.checkpoint.files import is_orbax, is_part
 from orbax_safetensors.checkpoint.one_state import of_one_state
@@ -48,7 +49,8 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
     index has to be in a tensor, and Orbax has to be able to read its files.
 
     The format has no checksums, so any bytes of tensors are valid. With `data`, they are read, in memory that does not
-    grow with the files, and compared with the checksums that a save has recorded, and with the SHA-256 that the Hugging
+    grow with the files, and compared with the checksums that a save has recorded beside them, or beside the files to
+    which links lead, and with the SHA-256 that the Hugging
     Face Hub has of a file, for `hf://` and for its downloads. Each tensor and each file that differs is a fault, and so
     is a file with nothing to compare it with.
 
@@ -141,8 +143,24 @@ def _verified(path: PathLike, data: bool, options: SafetensorsOptions) -> Verifi
     faults = [*missing_files(checkpoint, recorded), *faults]
     if not data:
         return Verified(faults, None, checkpoint)
-    check = check_data(checkpoint, recorded, options)
+    check = check_data(checkpoint, recorded or _linked_checksums(checkpoint), options)
     return Verified([*faults, *check.faults], check, checkpoint)
+
+
+def _linked_checksums(checkpoint: Checkpoint) -> Recorded:
+    """Return the checksums that saves have recorded beside the files to which links lead, by the names of the links."""
+    if not checkpoint.store.is_local:
+        return {}
+    linked = {file.path: os.path.split(os.path.realpath(file.path)) for file in checkpoint.files}
+    records: dict[str, Recorded] = {}
+    for directory in {directory for directory, _ in linked.values()}:
+        with suppress(ChecksumError, StorageError):  # as without a record: there is nothing to compare with
+            records[directory] = read_checksums(checkpoint.store, directory) or {}
+    return {
+        os.path.basename(path): records[directory][name]
+        for path, (directory, name) in linked.items()
+        if name in records.get(directory, {})
+    }
 
 
 def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[SafetensorsError]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +13,14 @@ from etils import epath
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.format.foreign import ORBAX_TREE
 from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json
-from orbax_safetensors.storage.whereabouts import directory_hint
+from orbax_safetensors.storage.whereabouts import CONVERSION_RECORD, RESUME, directory_hint
 
 TREE_FILE = ORBAX_TREE
 STRINGS_FILE = "_strings.json"
 # Has a file of each process, with its record of the arrays.
 ARRAYS_DIRECTORY = "array_metadatas"
 STEP_FILE = "_CHECKPOINT_METADATA"
-# In an unfinished checkpoint of this package: what it is to be. It exists from the beginning to the end of the work.
-RECORD_FILE = "_in_progress.json"
+RECORD_FILE = CONVERSION_RECORD
 FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
 # Orbax's names of steps: a number after an optional prefix.
@@ -68,7 +68,8 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
         raise MissingError(f"{expected}, found nothing")
     for directory in (path, path.parent):
         if UNFINISHED in directory.name:
-            raise StorageError(f"{path}: was never finished: Orbax renames {directory} when a checkpoint is complete")
+            how = _resume([directory]) or f": Orbax renames {directory} when a checkpoint is complete"
+            raise StorageError(f"{path}: was never finished{how}")
     inside = names(path)
     if STEP_FILE in inside:
         _check_finished(path)
@@ -102,11 +103,16 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
         name for name in directories if UNFINISHED in name or (name in numbers and not _is_finished(path / name))
     ]
     found = (
-        f"; {unfinished} were never finished"
+        f"; {unfinished} were never finished{_resume([path / name for name in unfinished])}"
         if unfinished
         else f", and no .safetensors file{directory_hint(str(path), inside)}"
     )
     raise MissingError(f"{path}: holds no finished checkpoint of Orbax{found}")
+
+
+def _resume(unfinished: Iterable[epath.Path]) -> str:
+    """Return how to go on if this package has begun one of these directories, and otherwise nothing."""
+    return f": {RESUME}" if any(RECORD_FILE in names(directory) for directory in unfinished) else ""
 
 
 def step_number(name: str) -> int | None:

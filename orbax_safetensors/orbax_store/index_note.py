@@ -76,14 +76,18 @@ class IndexNote:
 
         `present` are the fingerprints of the files that are there, by name; if `partial`, others may be missing.
         """
-        return [
-            StorageError(
-                f"{posixpath.join(directory, name)}: does not fit the index beside it: expected "
-                f"{expected}, found {present.get(name, 'no such file in the checkpoint')}"
-            )
-            for name, expected in self.files.items()
-            if present.get(name) != expected and not (partial and name not in present)
-        ]
+        since = "link: link again" if self.saved is None else "save"
+        faults = []
+        for name, expected in self.files.items():
+            found = present.get(name)
+            if found == expected or (partial and found is None):
+                continue
+            why = "the checkpoint has no such file"
+            if found is not None:
+                differs = "header" if found["nbytes"] == expected["nbytes"] else "size"
+                why = f"its {differs} has changed since the {since}"
+            faults.append(StorageError(f"{posixpath.join(directory, name)}: does not fit the index beside it: {why}"))
+        return faults
 
     def altered(self, store: Store, directory: str) -> Iterator[StorageError]:
         """Yield an error for each file of the index in a directory that is missing or not what was written."""

@@ -205,7 +205,7 @@ class UnfinishedCheckpoint(Workspace):
         if not self._in_place:
             super().check_free()
         elif (fresh(self.path) / FINISHED_FILE).exists():
-            raise StorageError(f"{self.path}: already exists; choose another destination")
+            raise self._exists()
 
     def _check_unfinished(self) -> None:
         """Raise `StorageError` if neither this class nor Orbax has left the directory unfinished.

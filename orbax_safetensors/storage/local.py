@@ -61,7 +61,9 @@ class LocalFile:
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
             vars(self).update(zip(["_descriptor"], map(os.open, [path], [flags]), strict=False))
         except (OSError, ValueError) as error:  # a ValueError if there is a NUL in the path
-            raise _error(error)(f"{path}: cannot be opened: {_reason(error)}") from error
+            is_gone = isinstance(error, FileNotFoundError) and os.path.islink(path)
+            reason = missing(path) if is_gone else f"cannot be opened: {_reason(error)}"
+            raise _error(error)(f"{path}: {reason}") from error
         try:
             self.stamp = self._stamp()
         except BaseException:

@@ -204,6 +204,8 @@ class HubPath:
 
 def missing(path: str) -> str:
     """Return what is wrong with a path that does not exist, with the URL of the repository that it may stand for."""
+    if os.path.islink(path):
+        return f"is a link to {os.path.realpath(path)}, which is gone"
     try:
         name = os.path.relpath(path)
     except OSError:  # the working directory was deleted

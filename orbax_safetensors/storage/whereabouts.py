@@ -17,6 +17,12 @@ _DEPTH, _DIRECTORIES, _ENTRIES = 3, 200, 1000
 _SHOWN = 3
 # How the names of Orbax's directories end until they are complete; a number may follow.
 _UNFINISHED = ".orbax-checkpoint-tmp"
+# What a conversion into safetensors files has added to the name of its directory until then.
+_PARTIAL = ".partial"
+# In an unfinished checkpoint of this package: what it is to be. It exists from the beginning to the end of the work.
+CONVERSION_RECORD = "_in_progress.json"
+# What to do about what a conversion has begun.
+RESUME = "run the same convert or reshard with --resume"
 
 
 def directory_hint(path: str, names: Iterable[str]) -> str:
@@ -54,12 +60,17 @@ def similar(path: str) -> str:
 
 
 def unfinished(path: str) -> str:
-    """Return what a message adds on a path that does not exist, and that Orbax is still saving; empty if it is not."""
+    """Return what a message adds on a path that does not exist yet: a save or a conversion has begun it; or nothing."""
     directory, name = os.path.split(path.rstrip("/"))
-    begun = next((other for other in _names(directory or ".") if other.startswith(f"{name}{_UNFINISHED}")), None)
-    if begun is None:
+    for begun in _names(directory or "."):
+        if begun == f"{name}{_PARTIAL}" or begun.startswith(f"{name}{_UNFINISHED}"):
+            break
+    else:
         return ""
-    return f"; {os.path.join(directory, begun)} exists: its save has not finished; wait for it (wait_until_finished())"
+    at = os.path.join(directory, begun)
+    if begun.endswith(_PARTIAL) or os.path.exists(os.path.join(at, CONVERSION_RECORD)):
+        return f"; {at} is not finished: {RESUME}"
+    return f"; {at} exists: its save has not finished; wait for it (wait_until_finished())"
 
 
 class _FoundCheckpoints:

@@ -53,6 +53,7 @@ class Workspace:
     other = "another source, or with other arguments"
     _lock: Lock | None = None
     _parents: Sequence[str] = ()
+    _resumes = False
     _ours = False  # whether what lies in the place is known to be of such a run
 
     @cached_property
@@ -66,6 +67,7 @@ class Workspace:
         No other run can begin until `release`. Raises `StorageError` if another run is at work, something else is in
         the place or room is lacking, and `TensorMismatchError` if something else was begun there.
         """
+        self._resumes = resume
         try:
             if self.locked is not None:
                 if not os.path.lexists(self.locked):  # a killed run may have left it beside what is complete
@@ -93,7 +95,11 @@ class Workspace:
     def check_free(self) -> None:
         """Raise `StorageError` if the destination is there; write nothing."""
         if os.path.lexists(self.destination):
-            raise StorageError(f"{self.destination}: already exists; choose another destination")
+            raise self._exists()
+
+    def _exists(self) -> StorageError:
+        ended = "if a run of this with --resume has ended, this is its result; otherwise " if self._resumes else ""
+        return StorageError(f"{self.destination}: already exists; {ended}choose another destination")
 
     def check_destination(self) -> None:
         """Raise the `StorageError` of `begin` if something is in the way, also of what is unfinished; write nothing."""

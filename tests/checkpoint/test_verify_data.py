@@ -47,6 +47,18 @@ def test_a_checkpoint_as_it_was_saved(saved, options):
     assert messages(saved, **options) == []
 
 
+def test_links_to_files_of_a_save(directory, tmp_path):
+    link = tmp_path / "link"
+    ost.link(directory, link)
+    assert messages(link) == []
+    (name,) = [path.name for path in link.iterdir() if path.name.startswith("model-00001")]
+    flip(directory / name, 8 * (directory / name).stat().st_size - 1)
+    (fault,) = messages(link)
+    assert fault.startswith(f"{link / name}: tensor ")
+    (directory / CHECKSUMS_NAME).write_text("{")
+    assert all("there is nothing to check its data against" in fault for fault in messages(link))
+
+
 def test_nothing_below_the_directory_is_listed(directory, monkeypatch):
     monkeypatch.delattr(local.LocalStore, "below")
     assert ost.verify(directory) == []

@@ -85,6 +85,18 @@ def test_a_note_that_names_what_is_outside_of_its_directory_is_not_followed(part
     assert f"{NOTE_FILE}: is not what a link or a save has written" in str(fault)
 
 
+def test_a_link_of_a_file_that_has_another_header(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write(source / "model.safetensors", {"w": W})
+    ost.link(source, tmp_path / "link")
+    for name, what in (("v", "header"), ("longer" * 9, "size")):
+        write(source / "model.safetensors", {name: W})
+        faults = [str(fault) for fault in ost.verify(tmp_path / "link")]
+        why = f"its {what} has changed since the link: link again"
+        assert f"{tmp_path}/link/model.safetensors: does not fit the index beside it: {why}" in faults
+
+
 def within(directory, path):
     assert os.path.realpath(path).startswith(f"{os.path.realpath(directory)}/")
     return path

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from functools import partial
 
 import fsspec
 import jax.numpy as jnp
@@ -128,6 +129,45 @@ def test_a_path_that_does_not_exist(path, advice, tmp_path):
     ost.save(tmp_path / "model", TREE)
     with pytest.raises(ost.MissingError, match=advice.format(here=tmp_path)):
         ost.load(tmp_path / path)
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    ost.save(tmp_path / "model", TREE, index=False)
+    ost.link(tmp_path / "model", tmp_path / "linked")
+    (tmp_path / "latest").symlink_to(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model")
+    for path, link, to in (
+        ("latest", "latest", "model"),
+        ("linked", "linked/model.safetensors", "model/model.safetensors"),
+    ):
+        with pytest.raises(ost.MissingError) as caught:
+            ost.load(tmp_path / path)
+        assert str(caught.value) == f"{tmp_path}/{link}: is a link to {tmp_path}/{to}, which is gone"
+    assert list(map(str, ost.verify(tmp_path / "linked"))) == [str(caught.value)]
+
+
+def test_a_conversion_that_was_interrupted(tmp_path, monkeypatch):
+    ost.save(tmp_path / "model", TREE, index=False)
+    ost.convert(tmp_path / "model", tmp_path / "orbax", to="orbax")
+    monkeypatch.chdir(tmp_path)
+    for call, name in (
+        (partial(ost.convert, "model", to="orbax"), "0.orbax-checkpoint-tmp"),
+        (partial(ost.convert, "orbax", to="safetensors"), "here.partial is not finished"),
+    ):
+        with pytest.raises(RuntimeError, match="stop"):
+            call(destination="to/here", progress=stop)
+        with pytest.raises(ost.MissingError, match=f"{name}.*: run the same convert or reshard with --resume$"):
+            ost.verify("to/here")
+        if name.startswith("0"):
+            with pytest.raises(ost.MissingError, match=f"{name} is not finished: run the same convert"):
+                ost.verify("to/here/0")
+        shutil.rmtree("to")
+    with pytest.raises(ost.StorageError, match=r"orbax/0: already exists; if a run .* --resume has ended, this is its"):
+        ost.convert("model", "orbax", to="orbax", resume=True)
+
+
+def stop(done, total):
+    raise RuntimeError("stop")
 
 
 def test_other_spellings():
