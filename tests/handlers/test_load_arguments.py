@@ -293,7 +293,7 @@ def test_other_arguments_that_beginners_mix_up(directory):
     with pytest.raises(
         ost.TensorMismatchError, match=r"\(partial=True leaves them out; for Orbax, partial_restore=True"
     ):
-        ost.load(directory, {"a": ocp.ArrayRestoreArgs()})
+        ost.load(directory, {"norm": ocp.ArrayRestoreArgs()})
     for call in (ost.load, ost.open_checkpoint, ost.verify):
         with pytest.raises(
             ost.SafetensorsError, match=r"options: expected SafetensorsOptions\(...\), found {'threads'"
