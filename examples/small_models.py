@@ -189,7 +189,7 @@ def write(directory: Path, tensors: Arrays, config: dict[str, Any] | None) -> No
 
 
 def make_models(directory: Path) -> dict[str, Arrays]:
-    """Write all models below `directory`, and return their tensors by the names of their directories."""
+    """Write models below `directory`, unless they are there, and return their tensors by the directories' names."""
     mlp = [("up", 16, 32), ("layers.0", 32, 32), ("layers.1", 32, 32), ("down", 32, 16)]
     qwen3_tensors = qwen3()
     models: dict[str, tuple[Arrays, dict[str, Any] | None]] = {
@@ -204,7 +204,8 @@ def make_models(directory: Path) -> dict[str, Arrays]:
         "state": ({"params.w": random(64, 512)}, None),
     }
     for name, (tensors, config) in models.items():
-        write(directory / name, tensors, config)
+        if not (directory / name).exists():
+            write(directory / name, tensors, config)
     return {name: tensors for name, (tensors, _) in models.items()}
 
 
@@ -213,8 +214,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the small models of the guides.")
     parser.add_argument("directory", type=Path, help="/models in the guides")
     directory = parser.parse_args().directory
+    there = set(directory.glob("*"))
     for name, tensors in make_models(directory).items():
-        print(f"{directory / name}: {len(tensors)} tensors")
+        path = directory / name
+        print(f"{path}: is there already" if path in there else f"{path}: {len(tensors)} tensors")
 
 
 if __name__ == "__main__":

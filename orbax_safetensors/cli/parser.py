@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         try:
             import shtab
         except ImportError:
-            raise UsageError("--completion needs shtab: pip install 'orbax-safetensors[completion]'") from None
+            raise UsageError("--completion needs shtab: pip install shtab") from None
         from orbax_safetensors.mapping import registry
 
         names = [family.name for family in registry.known()]

@@ -26,7 +26,7 @@ def zstandard() -> ModuleType:
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:
-        raise SafetensorsError("deltas need zstandard: pip install 'orbax-safetensors[delta]'") from error
+        raise SafetensorsError("deltas need zstandard: pip install zstandard") from error
 
 
 class FileRange(NamedTuple):

@@ -111,7 +111,7 @@ def delta(
     after the latest version there; version 1 changes the model that the engines started with. Each path is of a file
     system or the URL of an object store; `old` and `new` may also be on other servers. Of `options`, `threads`,
     `storage_options` and `progress` count, which is called with the bytes that are read. Needs the extra
-    `orbax-safetensors[delta]`, and no device.
+    `zstandard`, and no device.
 
     Raises:
       TensorMismatchError: names, dtypes or shapes differ, so that only a full version can follow.

@@ -51,7 +51,7 @@ def absolute(path: PathLike) -> str:
     if is_url(path) and not is_on_gcs(path):
         raise StorageError(f"{shown(path)}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
     if is_url(path) and not any(importlib.util.find_spec(name) for name in _CLIENTS):
-        raise StorageError(f"{path}: Orbax needs gcsfs for {_REMOTE}: pip install 'orbax-safetensors[gcs]'")
+        raise StorageError(f"{path}: Orbax needs gcsfs for {_REMOTE}: pip install gcsfs")
     check_literal(path)
     return path
 

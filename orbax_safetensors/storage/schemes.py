@@ -154,7 +154,7 @@ def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     """Return a repository at a commit, and the URL with that commit."""
     if find_spec("huggingface_hub") is None:
         raise StorageError(
-            f"{url}: the Hub is read with huggingface_hub, which is not installed: pip install 'orbax-safetensors[hub]'"
+            f"{url}: the Hub is read with huggingface_hub, which is not installed: pip install huggingface_hub"
         )
     from orbax_safetensors.storage import hub, hub_api  # which import it
 
