@@ -110,7 +110,7 @@ def delta(
     Writes the directory `weight_v000001` below `publish`, which readers see once it is complete. `version` is the one
     after the latest version there; version 1 changes the model that the engines started with. Each path is of a file
     system or the URL of an object store; `old` and `new` may also be on other servers. Of `options`, `threads`,
-    `storage_options` and `progress` count, which is called with the bytes that are read. Needs the extra
+    `storage_options` and `progress` count, which is called with the bytes that are read. Needs
     `zstandard`, and no device.
 
     Raises:
