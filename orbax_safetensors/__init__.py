@@ -6,6 +6,7 @@ of strided copies out of stored tensors; `transfer/engine.py` executes it.
 """
 
 import sys
+import threading
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -134,17 +135,19 @@ _HOMES = {
 }
 # Packages that are attributes without an import: the first is public, the second says that it is no function.
 _PACKAGES = ("mapping", "restore")
+# Threads that import modules of JAX in different orders find each other's half of a circular import, or a deadlock.
+_importing = threading.RLock()
 
 
 class _LazyPackage(ModuleType):
     """This package, which imports the module of a public name when the name is first used."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in _PACKAGES:
-            return import_module(f"{__name__}.{name}")
-        if name not in _HOMES:
+        if name not in _HOMES and name not in _PACKAGES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        with _importing:
+            module = import_module(f"{__name__}.{_HOMES.get(name, name)}")
+        value = getattr(module, name) if name in _HOMES else module
         setattr(self, name, value)
         return value
 

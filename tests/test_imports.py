@@ -153,6 +153,27 @@ assert not hasattr(ost, "no_such_name")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.process
+def test_threads_may_use_all_names_first_at_once():
+    code = """
+import sys, threading
+sys.setswitchinterval(1e-5)
+import orbax_safetensors as ost
+begin = threading.Barrier(len(ost.__all__))
+def use(name):
+    begin.wait()
+    found.add(getattr(ost, name))
+found = set()
+threads = [threading.Thread(target=use, args=(name,)) for name in ost.__all__]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == len(threads)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_call_of_the_restore_package_names_load():
     import orbax_safetensors.restore.run
 
