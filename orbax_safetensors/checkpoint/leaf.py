@@ -50,9 +50,9 @@ def leaves_of(item: Any, save_args: Any, casts: Casts | None = None, *, abstract
     """Return the leaves of a tree in its order, without those that are `ocp.PLACEHOLDER`.
 
     `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which only `dtype` counts. It may have
-    entries at empty nodes. `casts` are for arrays, not for scalars, and take precedence. NumPy arrays of the other
-    byte order are swapped. If `abstract`, leaves may be
-    `jax.ShapeDtypeStruct`s in place of arrays of JAX, whose 64-bit dtypes count as 32 bits unless x64 is enabled.
+    entries at empty nodes. `casts` are for arrays, not for scalars, and take precedence. NumPy arrays of the other byte
+    order are swapped. If `abstract`, leaves may be `jax.ShapeDtypeStruct`s in place of arrays of JAX, whose 64-bit
+    dtypes count as 32 bits unless x64 is enabled.
 
     Raises:
       TensorMismatchError: a leaf that cannot be stored, two of one name, or an empty tree, which Orbax does not record.

@@ -191,7 +191,7 @@ def _dtype(packed: DType | None, held: np.dtype, kind: type, leaf: Any, args: oc
         raise TensorMismatchError(
             f"{packed.name} is restored as packed bytes of {held}, which cannot be cast to {dtype}"
         )
-    if args.dtype is None and kind in (jax.Array, np.ndarray) and is_float(held) and dtype.kind in "iub":
+    if dtype.kind in "iub" and args.dtype is None and kind in (jax.Array, np.ndarray) and is_float(held):
         raise TensorMismatchError(
             f"expected {dtype}, found {held}, whose values would be lost; describe the leaf as {held}, or request the "
             "cast with ocp.ArrayRestoreArgs(dtype=...)"

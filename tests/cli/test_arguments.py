@@ -90,11 +90,11 @@ def test_variant():
     switches = {"scan_layers": False, "vocab_size": 7, "rope_type": "default"}
     assert variant(Namespace(family="maxtext", variant=list(switches.items()))) == switches
     assert switches_text(switches) == "scan_layers=false vocab_size=7 rope_type=default"
-
-
-def test_a_whole_config_as_a_switch_is_not_printed():
-    assert switches_text({"base": {"model_type": "qwen3"}, "scan_layers": True}) == "base={...} scan_layers=true"
     with pytest.raises(UsageError, match="--variant a is passed twice"):
         variant(Namespace(family="maxtext", variant=[("a", 1), ("a", 1)]))
     with pytest.raises(UsageError, match="--variant needs a --family"):
         variant(Namespace(family=None, variant=[("a", 1)]))
+
+
+def test_a_whole_config_as_a_switch_is_not_printed():
+    assert switches_text({"base": {"model_type": "qwen3"}, "scan_layers": True}) == "base={...} scan_layers=true"
