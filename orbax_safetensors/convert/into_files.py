@@ -197,8 +197,7 @@ def _check_plain(path: str, names: Iterable[str], config: Mapping[str, Any], rec
     own_names = "; family='identity' (--family identity) keeps its own names"
     made_by = record.get("family") if isinstance(record, Mapping) else None
     if isinstance(made_by, str) and made_by != DEQUANTIZED.name:  # which has the stored names
-        short = made_by.partition(".")[0]
-        raise MappingError(f"{path}: was converted with {made_by}: pass family={short!r} (--family {short}){own_names}")
+        raise MappingError(f"{path}: was converted with {made_by}: pass family={made_by!r} (--family){own_names}")
     try:
         models = [(_described(each, config), each) for each in registry.known_for(config)]
     except MappingError:  # there is no family for the config, or the config lacks something

@@ -49,7 +49,7 @@ def test_reshard_from_a_url_to_a_url(source, gcs, options, tmp_path):
 def test_convert_from_a_url_and_back_to_one(source, gcs, options, tmp_path):
     ost.convert(source, tmp_path / "orbax", to="orbax", options=options)
     ost.convert(tmp_path / "orbax", f"{gcs.url}/back", to="safetensors", config=source, options=options)
-    assert json.loads(content(f"{gcs.url}/back", options)["config.json"]) == {"model_type": "mine"}
+    assert json.loads(content(f"{gcs.url}/back", options)["config.json"]) == {"model_type": "mine", "dtype": "float32"}
     back = ost.SafetensorsHandler(options=options).restore(f"{gcs.url}/back")
     assert all(back[name].tobytes() == array.tobytes() for name, array in ARRAYS.items())
 
