@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +29,11 @@ from orbax_safetensors.format.names import some
 from orbax_safetensors.storage.interrupts import plain_interrupts
 from orbax_safetensors.storage.threads import start
 
+logger = logging.getLogger(__name__)
+
+# After this many seconds, a process that waits for others to begin says for which.
+_SAID_AFTER_SECONDS = 15
+
 # How long the slowest process may take after the fastest, in seconds. A disk that is much slower than the others must
 # not fail a save, and jax.distributed itself notices a process that has died.
 _TIMEOUT_SECONDS = 3600
@@ -35,6 +42,11 @@ _TIMEOUT_SECONDS = 3600
 _GONE = re.compile(r"(?:\btask:|\bTask )([0-9]+)\b")
 _SERVICE_IS_GONE = re.compile(r"UNAVAILABLE(?s:.*)coordination.service")
 _OF_OTHERS = re.compile(r"UNAVAILABLE|ABORTED|heartbeat|[Bb]arrier|[Cc]onnection|\bpeer\b|[Gg]loo|NCCL")
+
+_ALL_CALL = (
+    "all processes have to make the same call with the same path, or a save those in active_processes of the handler's "
+    "multiprocessing_options"
+)
 
 _T = TypeVar("_T")
 
@@ -141,7 +153,8 @@ def all_gather(
 ) -> list[str]:
     """Return the `text` of every process, in order of the processes. The last to have them deletes them.
 
-    Raises `StorageError` if they cannot be reached, or do not come within `timeout_secs`, by default an hour.
+    Raises `StorageError` if they cannot be reached, or do not come within `timeout_secs`, by default an hour. Processes
+    with `timeout_secs` wait for others to begin, and log a warning for which ones if these do not come at once.
     """
     active, seconds = active or ActiveProcesses.all(), timeout_secs or _TIMEOUT_SECONDS
     if active.count == 1:
@@ -152,7 +165,7 @@ def all_gather(
         ids = None if active.count == jax.process_count() else list(active.indices)
         barrier = partial(_client().wait_at_barrier, f"{key}/reached", round(seconds * 1000), ids)
         try:
-            _interruptibly(barrier)
+            _interruptibly(barrier, None if timeout_secs is None else partial(_say_missing, key, active))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -170,10 +183,13 @@ def _late(missing: Collection[int], timeout_secs: float) -> StorageError:
     """Return the error for processes that have not come in time; if none is missing, this one came too late."""
     if not missing:
         return StorageError("this process came too late: the others no longer waited for it")
-    return StorageError(
-        f"process {some(sorted(missing))} did not come within {timeout_secs:g} s: all processes have to make the same "
-        "call with the same path, or a save those in active_processes of the handler's multiprocessing_options"
-    )
+    return StorageError(f"process {some(sorted(missing))} did not come within {timeout_secs:g} s: {_ALL_CALL}")
+
+
+def _say_missing(key: str, active: ActiveProcesses) -> None:
+    with contextlib.suppress(Exception):  # the wait itself raises what is wrong
+        if missing := set(active.indices) - _posted(key).keys():
+            logger.warning("waiting for process %s: %s", some(sorted(missing)), _ALL_CALL)
 
 
 def post(key: str, text: str, active: ActiveProcesses | None = None) -> None:
@@ -234,8 +250,11 @@ def reaching_others(active: ActiveProcesses) -> Iterator[None]:
         raise _unreachable(error) from error
 
 
-def _interruptibly(wait: Callable[[], None]) -> None:
-    """Wait in another thread: an interrupt cannot end a wait in C++, but it ends the wait for this thread."""
+def _interruptibly(wait: Callable[[], None], say: Callable[[], None] | None) -> None:
+    """Wait in another thread: an interrupt cannot end a wait in C++, but it ends the wait for this thread.
+
+    If the wait is long, `say` is called once.
+    """
     ended: Future[None] = Future()
 
     def work() -> None:
@@ -248,6 +267,8 @@ def _interruptibly(wait: Callable[[], None]) -> None:
 
     start(work, "other_processes")
     with plain_interrupts():
+        if say is not None and not wait_for([ended], _SAID_AFTER_SECONDS).done:
+            say()
         ended.result()
 
 

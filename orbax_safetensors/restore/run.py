@@ -134,8 +134,8 @@ def _match_leaves(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoi
         sharding_of = choose_shardings(checkpoint, request.mesh, request.options)
     if tree.recorded is None and sharding_of is None and jax.process_count() > 1:
         raise TensorMismatchError(
-            f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each array a "
-            "sharding with item or restore_args"
+            f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; pass a mesh, as "
+            "ost.load(path, mesh) or ost.SafetensorsRestore(mesh), or a sharding for each array"
         )
     restore_args = tree.map(lambda leaf: leaf.restore_args(checkpoint.path, sharding_of))
     return checkpoint, match(checkpoint, None, restore_args, partial=False)

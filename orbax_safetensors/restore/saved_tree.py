@@ -178,7 +178,8 @@ def _array(sharding: ocp.metadata.ShardingMetadata | None, where: str) -> ocp.Re
     except (ValueError, KeyError, RuntimeError) as error:
         if jax.process_count() > 1:
             raise TensorMismatchError(
-                f"{where}: was saved over devices that are not here; give it a sharding with item or restore_args"
+                f"{where}: was saved over devices that are not here; pass a mesh, as ost.load(path, mesh) or "
+                "ost.SafetensorsRestore(mesh), or a sharding for each array"
             ) from error
         logger.warning("%s: was saved over devices that are not here, and is restored as a NumPy array", where)
         return ocp.RestoreArgs(restore_type=np.ndarray)

@@ -133,6 +133,21 @@ def test_processes_that_do_not_come_are_named(processes):
     assert "came too late" in str(late[2])
 
 
+def test_a_process_that_waits_for_others_to_begin_says_for_which(processes, monkeypatch):
+    said, lines = threading.Event(), []
+    monkeypatch.setattr(agreement, "_SAID_AFTER_SECONDS", 0)
+    monkeypatch.setattr(agreement.logger, "warning", lambda text, *args: (lines.append(text % args), said.set()))
+
+    def begin(index):
+        if index != 1:
+            assert said.wait(hang.SECONDS)
+        agree("key", None, timeout_secs=hang.SECONDS if index == 1 else None)
+
+    assert processes.run(begin) == [None] * 3
+    (line,) = lines
+    assert line.startswith("waiting for process 0, 2: all processes have to make the same call with the same path")
+
+
 def test_some_processes_agree_without_the_others(processes):
     some = ActiveProcesses((1, 2), primary=2)
     texts = processes.run(lambda index: all_gather("key", str(index), some) if index else None)

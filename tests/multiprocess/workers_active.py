@@ -150,7 +150,7 @@ def a_restore_that_a_process_does_not_make(root: Path) -> dict[str, Any]:
 def first_does_not_come() -> Iterator[None]:
     """Time is up as soon as all processes except the first wait, and not before, however slow they are."""
 
-    def out_of_time(wait: partial[None]) -> None:
+    def out_of_time(wait: partial[None], say: object) -> None:
         key = wait.args[0].removesuffix("/reached")
         while not agreement._posted(key).keys() >= {1, 2}:
             pass

@@ -446,8 +446,8 @@ def an_interrupt_and_another_one(site: Site) -> str:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    def interrupted_again(wait: Callable[[], None]) -> None:
-        interruptibly(lambda: (os.kill(os.getpid(), signal.SIGINT), wait())[1])
+    def interrupted_again(wait: Callable[[], None], say: None) -> None:
+        interruptibly(lambda: (os.kill(os.getpid(), signal.SIGINT), wait())[1], say)
 
     interruptibly = processes._interruptibly
     signal.signal(signal.SIGINT, signal.default_int_handler)
