@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.config import read_config, stored_dtype
+from orbax_safetensors.checkpoint.config import quantization_config, read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.quantized import codes_and_scales, quantized_tensors, scales_beside, split
 from orbax_safetensors.checkpoint.record import recalled
@@ -60,12 +60,16 @@ def mapped(
 
 
 def with_variant(
-    attempt: Callable[[Variant], _Result], variant: Variant | None, nearest: Callable[[Variant], Variant | None]
+    attempt: Callable[[Variant], _Result],
+    variant: Variant | None,
+    nearest: Callable[[Variant], Variant | None],
+    other_family: Callable[[], str | None] = lambda: None,
 ) -> _Result:
     """Return what `attempt` makes of a family's switches: those that are passed, and for others what fits.
 
     Others have the family's defaults, or if these do not fit, the values that are `nearest` to the passed ones. Raises
-    what `attempt` raises. If a passed switch is wrong, the error names the variant that would fit.
+    what `attempt` raises. If a passed switch is wrong, the error names the variant that would fit; otherwise it names
+    the `other_family` that would.
     """
     passed = switches_of(variant)
     try:
@@ -83,7 +87,20 @@ def with_variant(
         with suppress(SafetensorsError):
             attempt(fitting)
             refusal = type(refusal)(f"{refusal}; this tree is that of variant={fitting}")
+            raise refusal
+    if name := other_family():
+        refusal = type(refusal)(f"{refusal}; its leaves are those of family={name!r}")
     raise refusal
+
+
+def other_family_of(leaves: LeafShapes, config: Mapping[str, Any], requested_family: FamilyLike) -> str | None:
+    """Return the name of another family than the caller's whose tree has exactly these leaves; None if none has."""
+    with suppress(MappingError):
+        if (family := registry.find(requested_family, config)) is None:
+            return None
+        others = [other for other in registry.known_for(config) if other.name != family.name]
+        return inference.fit(others, config, leaves, {}).family.name
+    return None
 
 
 def nearest_variant(
@@ -145,6 +162,24 @@ def without_family(variant: Mapping[str, Any]) -> None:
         raise MappingError(f"variant {dict(variant)} is for a family, and there is none; also pass family=")
 
 
+# Why a family does not fit the tensors of a quantised checkpoint.
+_AS_STORED = (
+    "; the checkpoint is quantised, and dequantize=False keeps codes and scales as they are stored: for a family that "
+    "does not use both, pass dequantize=True or 'split'"
+)
+
+
+@contextmanager
+def _explained(why: str) -> Iterator[None]:
+    """Add `why` to a `MappingError`."""
+    try:
+        yield
+    except MappingError as error:
+        if not why:
+            raise
+        raise MappingError(f"{error}{why}") from error
+
+
 class Decoded(NamedTuple):
     """A checkpoint with the tensors that a family sees.
 
@@ -198,12 +233,18 @@ class Decoded(NamedTuple):
                 f"{family.name}: the checkpoint has leaves of the family's tree, such as {min(paths)!r}, as tensors: "
                 "it was saved without family=; load it without, or save it with family="
             )
-        check_shapes(family.name, tree, unbound, shapes)
+        is_plain = bool(dequantize) or quantization_config(config) is None
+        where = family.name
+        if is_plain and not unbound.keys().isdisjoint(shapes):
+            where += ": config.json does not fit the files (it may be of another model)"
+        with _explained("" if is_plain else _AS_STORED):
+            check_shapes(where, tree, unbound, shapes)
         if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
             raise MappingError(f"{family.name}: {constant[0]!r} is a constant without a dtype; `full` takes one")
         if complete:
             needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
-            check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
+            with _explained("" if is_plain else _AS_STORED):
+                check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
         shared = {stored[name] for name in tree.shared & stored.keys()}
         seen = split(checkpoint, tree, encoded) if dequantize == "split" else Tree(tree, shared=shared)
         return replace(checkpoint, mapped=seen, use=use, wrapper=wrapper_of(family, use.variant))

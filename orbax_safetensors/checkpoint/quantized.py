@@ -19,6 +19,7 @@ from orbax_safetensors.format.dtypes import DTYPES, from_numpy
 from orbax_safetensors.geometry.encoding import Encoding, Role
 from orbax_safetensors.geometry.scales import scales_view
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping.coverage import CODES_END
 from orbax_safetensors.mapping.formats import EXPONENTS
 from orbax_safetensors.mapping.quantization import CODE_DTYPES, Quantization, quantization
 from orbax_safetensors.mapping.quantized_tensor import Quantized
@@ -211,7 +212,7 @@ def split(checkpoint: Checkpoint, tree: Mapping[str, View], encoded: Quantizatio
             continue
         if any(piece.tensor not in encoded.tensors or piece.ops for piece in view.pieces):
             raise MappingError(f"{path!r} is not made of the codes of quantised tensors alone: {_DECODE}")
-        leaves[f"{path}.qvalue"] = view
+        leaves[f"{path}{CODES_END}"] = view
         for role, part in _LEAVES.items():
             found = {name: encoded.tensors[name].parameter(role) for name in view.tensors}
             described = {name: (*each, encoded.tensors[name].encoding.shape) for name, each in found.items() if each}

@@ -26,10 +26,10 @@ from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.index import SUFFIX
-from orbax_safetensors.format.names import by_path, by_same, some
+from orbax_safetensors.format.names import by_path, by_same
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.coverage import check_use, doubles, leaf_problems
+from orbax_safetensors.mapping.coverage import check_use, codes_hint, doubles, leaf_problems, problems_text
 from orbax_safetensors.mapping.family import Family, Shapes, Tree
 from orbax_safetensors.options import Dequantize, SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
@@ -126,11 +126,12 @@ class Reference:
         """Raise `MappingError` if the leaves to save are not exactly those of the checkpoint."""
         whose = "the checkpoint" if self.family is None else f"the tree of {self.family.name}"
         _, missing, wrong = leaf_problems(mapped, leaves, whose)
-        if problems := missing + wrong:
+        if missing or wrong:
             hint = " (ocp.PLACEHOLDER in place of a leaf leaves it out)" if leaves.keys() > mapped.keys() else ""
             if self.family is None and leaves.keys().isdisjoint(mapped):
                 hint += "; the tree has none of its tensors: a model's own tree is saved with family="
-            raise MappingError(f"like {self.checkpoint.path}: {some(problems, separator='; ')}{hint}")
+            hint += codes_hint(leaves, mapped)
+            raise MappingError(f"like {self.checkpoint.path}: {problems_text(missing, wrong)}{hint}")
 
     def _dtype(self, leaf: Leaf, tensor: str) -> np.dtype:
         """Return the dtype in which a part of a leaf is stored; `TensorMismatchError` if it does not take the leaf."""

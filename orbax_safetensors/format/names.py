@@ -21,10 +21,10 @@ _LISTED = 8
 _NEAR = 20
 
 
-def some(items: Sequence[_T], text: Callable[[_T], str] = str, separator: str = ", ") -> str:
+def some(items: Sequence[_T], text: Callable[[_T], str] = str, separator: str = ", ", *, most: int = _LISTED) -> str:
     """Return the first few of `items`, each as its `text`, and how many more there are."""
-    more = len(items) - _LISTED
-    return separator.join(printable(text(item)) for item in items[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    more = len(items) - most
+    return separator.join(printable(text(item)) for item in items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def same(name: str, names: Container[str]) -> str:

@@ -15,6 +15,12 @@ from orbax_safetensors.geometry.strided import extent, runs_of
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import LeafShapes, Shapes, Tree
 
+# The end of the paths of codes, as `qwix.QArray` names them.
+CODES_END = ".qvalue"
+
+# Problems of a kind that an error lists before it counts the rest.
+_LISTED = 3
+
 # The most stretches of a tensor that are compared if arithmetic cannot tell whether an element is used twice.
 _COUNTED = 2**26
 
@@ -52,7 +58,7 @@ def check_shapes(where: str, tree: Mapping[str, View], expected: Shapes, stored:
 
     wrong = {name for name, shape in expected.items() if stored.get(name) != shape}
     if problems := [(path, name) for path, view in tree.items() if wrong for name in view.tensors if name in wrong]:
-        raise MappingError(f"{where}: {some(problems, problem, '; ')}")
+        raise MappingError(f"{where}: {some(problems, problem, '; ', most=_LISTED)}")
 
 
 def leaf_problems(
@@ -82,9 +88,23 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
     Raises `MappingError` if other leaves are missing or unknown, or have another shape.
     """
     kept, missing, wrong = leaf_problems(tree, leaves)
-    if problems := missing + wrong:
-        raise MappingError(f"{where}: {some(problems, separator='; ')}")
+    if missing or wrong:
+        raise MappingError(f"{where}: {problems_text(missing, wrong)}{codes_hint(leaves, tree)}")
     return kept
+
+
+def problems_text(missing: Sequence[str], wrong: Sequence[str]) -> str:
+    """Return how an error lists what is missing among leaves and what is wrong with them."""
+    return "; ".join(some(problems, separator="; ", most=_LISTED) for problems in (missing, wrong) if problems)
+
+
+def codes_hint(leaves: Iterable[str], tree: Iterable[str]) -> str:
+    """Return what an error adds if the leaves to save are codes and scales, and those of the tree are not."""
+    if any(path.endswith(CODES_END) for path in tree) or not any(path.endswith(CODES_END) for path in leaves):
+        return ""
+    return (
+        "; the leaves are codes and scales: pass like= and options=SafetensorsOptions(dequantize='split') to save them"
+    )
 
 
 def doubles(tree: Tree, shapes: Shapes) -> set[str]:

@@ -30,6 +30,12 @@ _MOST_OF_STORED = 4
 SAVE_CONFIG = "pass like= or config=: the family needs a config.json"
 NO_CONFIG = "put the model's config.json beside the files; a save takes it from config= or like="
 
+# What an error says of views if a family's function does with one what only arrays can.
+VIEW_OPERATIONS = (
+    "views have .T, .transpose, .reshape, slices, .pad, .cast, .scale and .offset, and ost.mapping has stack and "
+    "concatenate"
+)
+
 # No dimension is as long; a config that says so is damaged or hostile.
 MOST_SIZE = 2**40
 
@@ -326,6 +332,10 @@ class Family:
         except MappingError as error:
             raise MappingError(f"{self.name}: {error}") from error
         except Exception as error:
+            if "'View'" in str(error):  # a method or an operator that views do not have
+                raise MappingError(
+                    f"{self.name}: its function raised {type(error).__name__}: {error}; {VIEW_OPERATIONS}"
+                ) from error
             raise MappingError(f"{self.name}: no tree follows from this config.json: {error!r}") from error
         finally:
             _describe_context.reset(token)

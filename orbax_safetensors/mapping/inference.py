@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.names import by_path, some
+from orbax_safetensors.format.names import by_path
 from orbax_safetensors.geometry.view import UNKNOWN, View
-from orbax_safetensors.mapping.coverage import leaf_problems
+from orbax_safetensors.mapping.coverage import leaf_problems, problems_text
 from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Variant
 
 
@@ -67,7 +67,7 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     nearest = min(others, key=lambda candidate: len(candidate.problems))
     raise MappingError(
         f"{nearest.family.name}: no variant has a tree of these leaves; nearest is {dict(nearest.variant)}: "
-        f"{some(nearest.problems, separator='; ')}"
+        f"{problems_text(nearest.missing, nearest.wrong)}"
     )
 
 

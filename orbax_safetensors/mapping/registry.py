@@ -131,7 +131,10 @@ def _known() -> dict[str, Family]:
 def _by_name(name: str, known: Mapping[str, Family]) -> list[Family]:
     """Return the family of a name, or all families whose names begin with it; `MappingError` if there is none."""
     if not isinstance(name, str):
-        raise MappingError(f"expected a family or the name of one, found {name!r:.80}")
+        advice = ""
+        if callable(name):
+            advice = "; wrap the function: ost.mapping.Family('mine.model', ('ArchitectureOfTheConfig',), function)"
+        raise MappingError(f"expected a family or the name of one, found {name!r:.80}{advice}")
     if name in known:
         return [known[name]]
     if not (families := [family for full_name, family in known.items() if full_name.startswith(f"{name}.")]):

@@ -12,7 +12,8 @@ import jax
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import RestoreChecksums
-from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant, with_variant
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant, other_family_of, with_variant
 from orbax_safetensors.checkpoint.one_state import of_one_state, unless_changed
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
@@ -127,7 +128,10 @@ def _match_leaves(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoi
         def nearest(passed: Mapping[str, Any]) -> Mapping[str, Any] | None:
             return nearest_variant(stored, request.family, request.leaf_shapes(), passed)
 
-        return with_variant(attempt, request.variant, nearest)
+        def other_family() -> str | None:
+            return other_family_of(request.leaf_shapes(), read_config(stored), request.family)
+
+        return with_variant(attempt, request.variant, nearest, other_family)
     tree = saved_tree(stored, request.family, request.variant, complete=not request.leaves_out, dequantize=dequantize)
     checkpoint, sharding_of = tree.checkpoint, request.sharding_of
     if request.mesh is not None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from orbax_safetensors.checkpoint.family import TensorTypes, nearest_to, stored_leaves, with_variant
+from orbax_safetensors.checkpoint.family import TensorTypes, nearest_to, other_family_of, stored_leaves, with_variant
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.checkpoint.model_files import ModelFiles, model_files_of
 from orbax_safetensors.checkpoint.quantized import casts_codes, stores_codes
@@ -122,7 +122,12 @@ def contents_of(request: SaveRequest, *, abstract: bool = False) -> Contents:
 
     stored = None if reference is None else reference.listed.shapes
     nearest = nearest_to(leaves, known, config, stored)
-    viewed, tensors, switches = with_variant(attempt, request.variant, nearest)
+    viewed, tensors, switches = with_variant(
+        attempt,
+        request.variant,
+        nearest,
+        lambda: other_family_of({leaf.name: leaf.shape for leaf in leaves}, config, known),
+    )
     if twice := [leaf.name for leaf in viewed if leaf.is_double]:
         logger.warning("These leaves are not saved, as other leaves are made of the same tensors: %s", some(twice))
     if casts.everywhere is not None:

@@ -1,6 +1,7 @@
 """A model's own tree, restored and saved through a family that somebody wrote."""
 
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -12,7 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import Family, Tree, concatenate, full, stack, tensor
+from orbax_safetensors.mapping.family import VIEW_OPERATIONS
 from orbax_safetensors.mapping.registry import IDENTITY
 from tests.support.compare import assert_same_arrays
 from tests.support.files import random_bits, write, write_indexed
@@ -398,6 +401,7 @@ class TestErrors:
                 r"no family is for architecture ToyForCausalLM; there are families for (\S+, ){3}\S+ and more; `",
             ),
             (7, r"expected a family or the name of one, found 7"),
+            (lambda config: {}, r"found <function .*; wrap the function: ost.mapping.Family\('mine.model', "),
         ],
     )
     def test_no_such_family(self, model, family, message):
@@ -500,13 +504,19 @@ class TestErrors:
     def test_a_shape_that_contradicts_the_config(self, model):
         edit(model, head_dim=HEAD // 2)
         message = (
-            r"toy\.model: params\.layers\.query\.kernel is made of 'layers\.0\.q\.weight' of shape \(16, 16\), "
+            r"toy\.model: config.json does not fit the files \(it may be of another model\): "
+            r"params\.layers\.query\.kernel is made of 'layers\.0\.q\.weight' of shape \(16, 16\), "
             r"found \(32, 16\); .*layers\.1"
         )
         with pytest.raises(ost.MappingError, match=message):
             checkpointer(family=TOY).restore(model)
         with pytest.raises(ost.MappingError, match=message):
             ost.plan_restore(model, {}, family=TOY)
+
+    def test_a_view_has_what_an_error_says_that_views_have(self):
+        names = re.findall(r"\.(\w+)", VIEW_OPERATIONS.partition(", and ")[0])
+        assert len(names) > 5
+        assert all(hasattr(View, name) for name in names)
 
     def test_a_missing_layer(self, model):
         edit(model, num_hidden_layers=LAYERS + 1)
@@ -536,6 +546,11 @@ class TestErrors:
                 lambda c: {"a": tensor("w", (4, 4)).reshape((3, 5))},
                 r"f: view \(4, 4\) of \['w'\].*reshaped to \(3, 5\)",
             ),
+            (
+                lambda c: {"a": tensor("w", (4, 4)).swapaxes(0, 1)},
+                r"f: its function raised AttributeError: .*'swapaxes'; views have \.T, \.transpose, ",
+            ),
+            (lambda c: {"a": tensor("w", (4, 4)) + 1}, r"f: its function raised TypeError: .*; views have \.T, "),
             (lambda c: 1 / 0, r"f: no tree follows from this config.json: ZeroDivisionError"),
             (
                 lambda c: {n: tensor("w", (4, 4)).slice(slice(2)) for n in ("a", "b")},

@@ -58,6 +58,23 @@ def model(request, tmp_path):
     return tmp_path, codes, np.array(scales)
 
 
+def test_without_its_options_codes_are_not_saved_and_the_error_says_so(model, tmp_path):
+    directory, *_ = model
+    tree = ost.load(directory, family=FAMILY, options=SPLIT)
+    for more in ({"like": directory}, {"config": directory}):
+        with pytest.raises(ost.MappingError, match=r"the leaves are codes .*: pass like= and options=.*'split'"):
+            ost.save(tmp_path / "saved", tree, family=FAMILY, **more)
+    with pytest.raises(ost.MappingError) as refused:
+        ost.save(tmp_path / "other", {"x": tree}, family=FAMILY, like=directory, options=SPLIT)
+    assert "the leaves are codes" not in str(refused.value)
+
+
+def test_a_family_that_leaves_scales_as_they_are_stored(model):
+    directory, *_ = model
+    with pytest.raises(ost.MappingError, match=r"_scale_inv'.*; the checkpoint is quantised, and dequantize=False"):
+        ost.load(directory, family=FAMILY, options=ost.SafetensorsOptions(dequantize=False))
+
+
 def test_whole(model):
     directory, codes, scales = model
     layers = ost.load(directory, family=FAMILY, options=SPLIT)["layers"]

@@ -224,3 +224,18 @@ def test_a_save_with_a_switch_that_does_not_fit(tmp_path):
         ost.save(tmp_path / "saved", tree, family="maxtext", config=config_of("qwen3"))
     assert "layers_1" not in str(raised.value)
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_tree_of_another_family_is_told_with_its_family(tmp_path):
+    directory = stored_directory("qwen3")
+    tree = ost.load(directory, family="maxtext")
+    of_maxtext = r"; its leaves are those of family='maxtext\.qwen3'$"
+    with pytest.raises(ost.TensorMismatchError, match=of_maxtext):
+        ost.load(directory, tree, family="tunix")
+    for more in ({"like": directory}, {"config": directory}):
+        with pytest.raises(ost.MappingError, match=of_maxtext) as refused:
+            ost.save(tmp_path / "saved", tree, family="tunix", **more)
+        assert str(refused.value).count(";") < 7
+    with pytest.raises(ost.MappingError) as refused:
+        ost.save(tmp_path / "saved", {"no": np.zeros(2)}, family="tunix", like=directory)
+    assert "its leaves are those" not in str(refused.value)
