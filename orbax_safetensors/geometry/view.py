@@ -40,6 +40,12 @@ _T = TypeVar("_T")
 # The dtype of a view of tensors whose dtype is not known: in a description, before it meets a checkpoint or a tree.
 UNKNOWN = np.dtype(np.void)
 
+# What an error says of views if a family's function does with one what only arrays can.
+VIEW_OPERATIONS = (
+    "views have .T, .transpose, .reshape, slices, .pad, .cast, .scale and .offset, and ost.mapping has stack and "
+    "concatenate"
+)
+
 
 class TensorCopy(NamedTuple):
     """A copy from the stored tensor `tensor` into a box of a view, and the operations on its elements."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import hint, some
-from orbax_safetensors.geometry.view import UNKNOWN, View
+from orbax_safetensors.geometry.view import UNKNOWN, VIEW_OPERATIONS, View
 
 # The key of custom metadata under which a conversion records a `FamilyUse`.
 RECORD_KEY = "orbax_safetensors"
@@ -29,12 +29,6 @@ _MOST_OF_STORED = 4
 # What a message adds if there is no config.
 SAVE_CONFIG = "pass like= or config=: the family needs a config.json"
 NO_CONFIG = "put the model's config.json beside the files; a save takes it from config= or like="
-
-# What an error says of views if a family's function does with one what only arrays can.
-VIEW_OPERATIONS = (
-    "views have .T, .transpose, .reshape, slices, .pad, .cast, .scale and .offset, and ost.mapping has stack and "
-    "concatenate"
-)
 
 # No dimension is as long; a config that says so is damaged or hostile.
 MOST_SIZE = 2**40

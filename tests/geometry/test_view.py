@@ -1,5 +1,7 @@
 """Views against NumPy: the same words give the same array."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import event, given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.strided import row_major
-from orbax_safetensors.geometry.view import View
+from orbax_safetensors.geometry.view import VIEW_OPERATIONS, View
 from tests.support.strategies import examples
 from tests.support.views import boxes, compositions, run, run_backwards
 
@@ -173,3 +175,9 @@ def test_functions_and_indexes_that_views_lack_are_errors():
     with pytest.raises(MappingError, match="not all of size 1"):
         np.squeeze(view, axis=0)
     assert [row.shape for row in view] == [row.shape for row in array]
+
+
+def test_a_view_has_what_an_error_says_that_views_have():
+    names = re.findall(r"\.(\w+)", VIEW_OPERATIONS.partition(", and ")[0])
+    assert len(names) > 5
+    assert all(hasattr(View, name) for name in names)
