@@ -198,15 +198,13 @@ def _wrong_names(
         if is_mesh:
             advice += f" (for a mesh, pass {MESH} rather than sizes)"
         elif all(type(requested[name]) in (bool, int, float) for name in missing):
-            advice += (
-                " (numbers of a module are not stored; leave them out, as eqx.partition(model, eqx.is_array) does)"
-            )
+            advice += " (leave out numbers of a module, as eqx.partition(model, eqx.is_array) does)"
         if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
             advice += " (some are names of stored tensors, and a family is in use: family='identity' restores these)"
         names = some(missing, lambda name: shown(name) + hint(name, stored))
         problems.append(f"not in the checkpoint: {names}{advice}")
         if may_pass_family and checkpoint.mapped is None and len(missing) == len(requested) and not is_mesh:
-            problems.append("the tree has none of the stored names: pass family=, such as 'maxtext'")
+            problems.append("the tree has none of the stored names: rename its leaves, or pass family=, as 'maxtext'")
             return "; ".join(problems)
     if unexpected:
         problems.append(

@@ -92,7 +92,7 @@ def test_a_tree_of_a_family_that_was_forgotten(checkpointer):
     """No advice to leave out all tensors, or to spell names of another tree."""
     stored = TESTDATA / "maxtext" / "qwen3" / "hf"
     tree = ost.load(stored, family="maxtext")
-    message = r"and \d+ more; the tree has none of the stored names: pass family=, such as 'maxtext'$"
+    message = r"and \d+ more; the tree has none of the stored names: rename its leaves, or pass family=, as 'maxtext'$"
     for partial in (False, True):
         with pytest.raises(ost.TensorMismatchError, match=message):
             ost.load(stored, tree, partial=partial)
@@ -103,7 +103,7 @@ def test_a_tree_of_a_family_that_was_forgotten(checkpointer):
 def test_numbers_of_a_module(directory):
     """Those of Equinox are leaves, as the rate of a Dropout."""
     item = {"layer": {"w": struct(W), "b": struct(B), "p": 0.5, "inference": False}, "step": ocp.PLACEHOLDER}
-    advice = r"'layer.p'.* \(numbers of a module are not stored; .* eqx\.partition\(model, eqx\.is_array\) does\)$"
+    advice = r"'layer.p'.* \(leave out numbers of a module, as eqx\.partition\(model, eqx\.is_array\) does\)$"
     with pytest.raises(ost.TensorMismatchError, match=advice):
         ost.load(directory, item)
 
