@@ -23,8 +23,8 @@ from orbax_safetensors.format.dtypes import DTYPES, from_numpy
 from orbax_safetensors.format.header import PREFIX_BYTES, fingerprint
 from orbax_safetensors.format.index import SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout, TensorFacts, lay_out
-from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.config_tree import tree_of_config
 from orbax_safetensors.mapping.family import Family, Variant, switches_of
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.discovery import find_finished
@@ -95,13 +95,7 @@ def _checkpoint_from_config(
     store: Store, directory: str, config: Mapping[str, Any], family: Family, variant: Variant
 ) -> Checkpoint:
     stored = _stored_by(config)
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def bind(name: str, shape: tuple[int, ...]) -> View:
-        shapes[name] = shape
-        return View.tensor(name, shape, UNKNOWN)
-
-    tree = family.describe(config, variant, bind)
+    tree, shapes = tree_of_config(family, config, variant)
     used = sorted({name for view in tree.values() for name in view.tensors}, key=by_number)
     facts = [fact for name in used for fact in stored(name, shapes[name])]
     layout = lay_out(facts, {}, max_file_bytes=MAX_FILE_BYTES, alignment=_ALIGNMENT)

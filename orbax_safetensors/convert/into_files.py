@@ -20,10 +20,11 @@ from orbax_safetensors.errors import MappingError, StorageError, TensorMismatchE
 from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
-from orbax_safetensors.geometry.view import UNKNOWN, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.config_tree import tree_of_config
 from orbax_safetensors.mapping.families import DEQUANTIZED
-from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Family, FamilyUse, StateWrapper, Variant, wrapper_of
+from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, FamilyUse, StateWrapper, Variant, wrapper_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -199,27 +200,15 @@ def _check_plain(path: str, names: Iterable[str], config: Mapping[str, Any], rec
     if isinstance(made_by, str) and made_by != DEQUANTIZED.name:  # which has the stored names
         raise MappingError(f"{path}: was converted with {made_by}: pass family={made_by!r} (--family){own_names}")
     try:
-        models = [(_described(each, config), each) for each in registry.known_for(config)]
+        models = [(each, tree_of_config(each, config, {})[1]) for each in registry.known_for(config)]
     except MappingError:  # there is no family for the config, or the config lacks something
         return
-    if all(stored.isdisjoint(each.renamed(names, config).values()) for stored, each in models):
-        short = " or ".join(sorted({each.name.partition(".")[0] for _, each in models}))
+    if all(shapes.keys().isdisjoint(each.renamed(names, config).values()) for each, shapes in models):
+        short = " or ".join(sorted({each.name.partition(".")[0] for each, _ in models}))
         raise MappingError(
             f"{path}: has no tensor of {registry.architecture_text(config)} under its stored name: pass the family of "
             f"the tree, as {short} (--family){own_names}"
         )
-
-
-def _described(family: Family, config: Mapping[str, Any]) -> set[str]:
-    """Return the names of the tensors that a family's tree is made of."""
-    names: set[str] = set()
-
-    def bind(name: str, shape: tuple[int, ...]) -> View:
-        names.add(name)
-        return View.tensor(name, shape, UNKNOWN)
-
-    family.describe(config, {}, bind)
-    return names
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

@@ -15,9 +15,9 @@ from typing import Any
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.elementwise import Scale
 from orbax_safetensors.geometry.strided import row_major
-from orbax_safetensors.geometry.view import UNKNOWN
 from orbax_safetensors.mapping import Family, View, full, stack
 from orbax_safetensors.mapping.architectures import is_for
+from orbax_safetensors.mapping.config_tree import tree_of_config
 from orbax_safetensors.mapping.families.maxtext.common import TRAINING_STATE, variants
 from orbax_safetensors.mapping.families.stored import LANGUAGE_MODEL, Config, Leaves
 from orbax_safetensors.mapping.family import is_stored
@@ -40,21 +40,15 @@ def lora_of(families: Sequence[Family]) -> Family:
     ) -> Leaves:
         _check_factors(config)
         family = _family_of(base, families)
-        shapes: dict[str, tuple[int, ...]] = {}
-
-        def bind(name: str, shape: tuple[int, ...]) -> View:
-            shapes[name] = shape
-            return View.tensor(name, shape, UNKNOWN)
-
         of_base: dict[str, Any] = {} if rope_type is None else {"rope_type": rope_type}
         if "mtp" in family.switches:
             of_base["mtp"] = False  # PEFT does not see these layers, as `transformers` drops them
-        layers = family.describe(base, {**of_base, "scan_layers": False}, bind)
+        layers, shapes = tree_of_config(family, base, {**of_base, "scan_layers": False})
         kernels = {view.tensors[0]: view for path, view in layers.items() if _is_linear(path, view, shapes)}
         modules = {name: _module(name, family, base) for name in kernels}
         leaves: Leaves = {}
         of_base |= {"scan_layers": scan_layers, "param_scan_axis": param_scan_axis}
-        for path, view in family.describe(base, of_base, bind).items():
+        for path, view in tree_of_config(family, base, of_base)[0].items():
             if not kernels.keys() >= set(view.tensors):
                 continue
             pairs = [
