@@ -197,7 +197,8 @@ def _draw(scenario: Scenario, tree: Facts, page: Page) -> None:
     drawn = stretches(restore.checkpoint)
     reads = {process: amounts(restore.transfer(process), drawn) for process in restore.looked_at}
     page.drawing(picture(drawn, reads, restore.process_count))
-    details(scenario, tree, page, files=False)
+    if not page.is_svg:  # which has the drawing alone
+        details(scenario, tree, page, files=False)
     page.write()
 
 
