@@ -13,6 +13,7 @@ from orbax_safetensors.cli.arguments import UsageError, switches_text
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.mapping import Family, registry
+from orbax_safetensors.mapping.architectures import architecture_text
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
@@ -68,7 +69,7 @@ def _of_checkpoint(path: str) -> dict[str, Any]:
         "families": [
             _family_document(family, family.use(config, checkpoint.shapes, {}).variant) for family in families
         ],
-        "config": registry.architecture_text(config),
+        "config": architecture_text(config),
         "names": {name: family for name, family in names.items() if shorter.count(name) == 1},
     }
 

@@ -22,6 +22,7 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.architectures import architecture_text
 from orbax_safetensors.mapping.config_tree import tree_of_config
 from orbax_safetensors.mapping.families import DEQUANTIZED
 from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, FamilyUse, StateWrapper, Variant, wrapper_of
@@ -206,7 +207,7 @@ def _check_plain(path: str, names: Iterable[str], config: Mapping[str, Any], rec
     if all(shapes.keys().isdisjoint(each.renamed(names, config).values()) for each, shapes in models):
         short = " or ".join(sorted({each.name.partition(".")[0] for each, _ in models}))
         raise MappingError(
-            f"{path}: has no tensor of {registry.architecture_text(config)} under its stored name: pass the family of "
+            f"{path}: has no tensor of {architecture_text(config)} under its stored name: pass the family of "
             f"the tree, as {short} (--family){own_names}"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping.family import Family
 
 
@@ -20,6 +21,16 @@ def architecture_of(family: Family, config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a config that names none: the only one of the family for its model; else None."""
     named = [name for name in family.architectures if "model_type" not in config or _is_of(name, config)]
     return named[0] if len(named) == 1 else None
+
+
+def architecture_text(config: Mapping[str, Any]) -> str:
+    """Return how a message names a config's architecture."""
+    if architectures := config.get("architectures"):
+        names = architectures if isinstance(architectures, list | tuple) else [architectures]
+        return f"architecture {some(names)}"
+    if "model_type" in config:
+        return f"model_type {config['model_type']}"
+    return "a checkpoint without config.json" if not config else "a config.json that names no architecture"
 
 
 def _is_of(architecture: str, config: Mapping[str, Any]) -> bool:

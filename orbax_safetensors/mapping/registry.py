@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.names import some
-from orbax_safetensors.mapping.architectures import is_for
+from orbax_safetensors.mapping.architectures import architecture_text, is_for
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.mapping.family import NO_CONFIG, SAVE_CONFIG, Family, Variant, switches_of
 
@@ -176,13 +175,3 @@ def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: st
             f"{which}: several families are for {architecture_text(config)}: {names}; pass family= to choose"
         )
     return matches[0] if matches else None
-
-
-def architecture_text(config: Mapping[str, Any]) -> str:
-    """Return how a message names a config's architecture."""
-    if architectures := config.get("architectures"):
-        names = architectures if isinstance(architectures, list | tuple) else [architectures]
-        return f"architecture {some(names)}"
-    if "model_type" in config:
-        return f"model_type {config['model_type']}"
-    return "a checkpoint without config.json" if not config else "a config.json that names no architecture"

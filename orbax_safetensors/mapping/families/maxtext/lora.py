@@ -16,7 +16,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.elementwise import Scale
 from orbax_safetensors.geometry.strided import row_major
 from orbax_safetensors.mapping import Family, View, full, stack
-from orbax_safetensors.mapping.architectures import is_for
+from orbax_safetensors.mapping.architectures import architecture_text, is_for
 from orbax_safetensors.mapping.config_tree import tree_of_config
 from orbax_safetensors.mapping.families.maxtext.common import TRAINING_STATE, variants
 from orbax_safetensors.mapping.families.stored import LANGUAGE_MODEL, Config, Leaves
@@ -88,7 +88,7 @@ def _family_of(base: Any, families: Sequence[Family]) -> Family:
     for family in families:
         if is_for(family, base):
             return family
-    raise MappingError(f"no family of MaxText is for the base model of architectures {base.get('architectures')}")
+    raise MappingError(f"no family of MaxText is for the base model, of {architecture_text(base)}")
 
 
 def _is_linear(path: str, view: View, shapes: Mapping[str, tuple[int, ...]]) -> bool:
