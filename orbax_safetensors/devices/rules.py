@@ -23,7 +23,7 @@ Misfit = tuple[str, tuple[int, ...], str]
 # What a regular expression of names hardly repeats: its beginning, or one character of a word, as in `layers.1*`.
 _GLOB = re.compile(r"(^|[\w?])\*")
 # An escape or a set, which may be repeated, or have a star in it.
-_ONE_OF_MANY = re.compile(r"\\.|\[[^\]]*\]")
+_ONE_OF_MANY = re.compile(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]")
 
 
 def check_pattern(argument: str, pattern: str) -> None:

@@ -27,7 +27,19 @@ def test_the_advice_keeps_what_only_a_regular_expression_has():
 
 
 @pytest.mark.parametrize(
-    "regex", [r"layers\.\d*", r"[ab]*x", ".*norm", "(up|down)*", "model.*norm", r"l[0-9*]", "norm"]
+    "regex",
+    [
+        r"layers\.\d*",
+        r"[ab]*x",
+        ".*norm",
+        "(up|down)*",
+        "model.*norm",
+        r"l[0-9*]",
+        r"[\]a*]",
+        "[^]a*]",
+        r"a\*b",
+        "norm",
+    ],
 )
 def test_what_repeats_no_character_of_a_word_is_a_regular_expression(regex):
     check_pattern("spec", regex)
