@@ -48,3 +48,12 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     return re.sub(
         r"^::: (?P<path>\S*\.)(?P<name>\w+)\n(    options: \{(?P<options>.*)\}\n)?", headed, markdown, flags=re.M
     )
+
+
+def on_page_content(html: str, page, config, files) -> str:
+    """Return a page whose tables break long names, `model.embed_tokens.weight` for one, after dots and slashes."""
+
+    def breakable(name: re.Match) -> str:
+        return re.sub(r"[./]", r"\g<0><wbr>", name[0])
+
+    return re.sub(r"<td.*</td>", lambda cell: re.sub(r"(?<=<code>)[\w./]{24,}(?=</code>)", breakable, cell[0]), html)

@@ -54,7 +54,8 @@ class Conversion:
       seconds: how long it took.
       peak_bytes: the most memory that the process had since it began.
       requests: reads and writes of the storage.
-      family, variant: the family of the tree, by name, and its switches; None and {} without a family.
+      family: the name of the tree's family; None without one.
+      variant: the family's switches; {} without one.
     """
 
     path: str

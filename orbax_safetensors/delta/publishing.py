@@ -75,8 +75,10 @@ class Delta:
     Attributes:
       path: the directory of the new version.
       version: its number.
-      tensors, changed_tensors: of the model, and how many of them changed.
-      elements, changed_elements: likewise; packed elements of less than a byte count as bytes.
+      tensors: tensors of the model.
+      changed_tensors: how many of them changed.
+      elements: elements of the model; packed elements of less than a byte count as bytes.
+      changed_elements: how many of them changed.
       model_bytes: of all tensors, which a receiver keeps a copy of.
       delta_bytes: of the files that a receiver fetches.
       seconds: how long it took.

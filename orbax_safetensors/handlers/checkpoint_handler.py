@@ -229,7 +229,8 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
         nodes are ignored.
       metadata: text for the header of every file, besides `{"format": "pt"}`.
       max_file_bytes: the most that a file holds; more tensors go into several files with an index. 5 GB as on the Hub.
-      family, variant: as for `SafetensorsRestore`; the save stores the tensors that the tree is made of.
+      family: as for `SafetensorsRestore`; the save stores the tensors that the tree is made of.
+      variant: as for `SafetensorsRestore`.
       config: what a family needs to know of the model: the content of a `config.json`, an object with a `to_dict`, as
         `transformers` has them, or a path or URL of such a file or of a directory with one, whose other small files
         are then copied, too. The save writes it beside the tensors as `config.json`, without `quantization_config`

@@ -32,10 +32,12 @@ class Link:
       path: the directory that is now a checkpoint of Orbax.
       linked_bytes: bytes of arrays that stay in their files.
       made_bytes: bytes of arrays that had to be written, by all processes.
-      num_arrays, num_chunks: the content of the index.
+      num_arrays: arrays in the index.
+      num_chunks: chunks in the index.
       seconds: how long it took.
       peak_bytes: the most memory that this process had since it began.
-      family, variant: the family of the tree, by name, and its switches; None and {} without a family.
+      family: the name of the tree's family; None without one.
+      variant: the family's switches; {} without one.
     """
 
     path: str

@@ -89,9 +89,9 @@ class RestorePlan:
       total_params: elements of the whole tree.
       total_bytes: bytes of the whole tree in the dtypes of the restore.
       num_arrays: leaves of the tree.
-      largest_shard, smallest_shard: what the device with the most bytes and the one with the fewest holds. They are
-        equal if every dimension divides evenly. Devices count by their place in the mesh, as if all leaves were
-        sharded over the same mesh.
+      largest_shard: what the device with the most bytes holds. Devices count by their place in the mesh, as if all
+        leaves were sharded over the same mesh.
+      smallest_shard: what the device with the fewest bytes holds: the same if every dimension divides evenly.
       process_count: how many processes restore.
       processes: the cost for each process that the plan looks at, the first and the last among them.
       over_reads: leaves for which these processes read more than 1.1 times the needed bytes, the worst first.
