@@ -51,9 +51,10 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
 
 def on_page_content(html: str, page, config, files) -> str:
-    """Return a page whose tables break long names, `model.embed_tokens.weight` for one, after dots and slashes."""
+    """Return a page that keeps `--option` on one line, and breaks long names in tables after their dots and slashes."""
 
     def breakable(name: re.Match) -> str:
         return re.sub(r"[./]", r"\g<0><wbr>", name[0])
 
+    html = re.sub(r"(?<=[\s>])--[a-z][a-z-]*", r'<span class="option">\g<0></span>', html)
     return re.sub(r"<td.*</td>", lambda cell: re.sub(r"(?<=<code>)[\w./]{24,}(?=</code>)", breakable, cell[0]), html)
