@@ -185,7 +185,7 @@ class Checkpoint:
         return plain | {name: tensor.shape for name, tensor in self.quantized.items()}
 
     def view(self, name: str) -> View:
-        """Return a view of the tensor `name` as it is in memory; `location` says where the view's tensors lie."""
+        """Return a view of the tensor `name` with an array's dtype and shape; `location` has its files and offsets."""
         if name in self.quantized:
             return self.quantized[name].view(self.decoded_dtype)
         tensor = self[name]

@@ -198,13 +198,13 @@ def _cut(number: int, target: Target, cut: Box) -> LeafPart:
 
 
 def _places(checkpoint: Checkpoint, target: Target, part: LeafPart) -> tuple[tuple[int, int], ...]:
-    """Return where each block of a part lies as in memory; nothing unless all do, and arrays can alias them."""
+    """Return where files have the blocks of a part in the array's order; nothing unless they have all, aligned."""
     places = [_place(block, checkpoint.location) for block in part.blocks if target.kind is jax.Array]
     return () if None in places else tuple([place for place in places if place is not None])
 
 
 def _place(block: Block, locate: Callable[[str], Location]) -> tuple[int, int] | None:
-    """Return the file and the offset at which a block lies as it is in memory, aligned; None if it lies nowhere so."""
+    """Return the file and offset of a block, if a file has its bytes in the array's order, aligned; else None."""
     copies = block.view.copies(block.box, block.shape)
     if len(copies) != 1:
         return None
