@@ -128,20 +128,23 @@ def _run_orbax(args: argparse.Namespace, process_count: int, output: Printer) ->
     reads = {process: (cost.read_bytes, cost.num_chunks) for process, cost in enumerate(plan.processes)}
     streams = args.streams or requests_at_once(checkpoint.path)
     time = _estimate(reads, args, streams)
-    specs = [f"--spec {shlex.quote(rule.text)}" for rule in args.spec] or ["--spec REGEX=AXES"]
-    path = shlex.quote(args.path)
-    reshard = f"orbax-safetensors reshard {path} DESTINATION --mesh {mesh_text(mesh)} {' '.join(specs)}"
+    specs = [f"--spec {shlex.quote(rule.text)}" for rule in args.spec]
+    command = ["orbax-safetensors reshard", shlex.quote(args.path), "DESTINATION --mesh", mesh_text(mesh), *specs]
+    reshard = " ".join(command) if specs and plan.over_reads else None  # which needs the partition of the model
     if args.json:
         document = {"path": checkpoint.path, "mesh": mesh} | json.loads(plan.to_json())
-        document["reshard"] = reshard if plan.over_reads else None
+        document["reshard"] = reshard
         output.json(document | _estimate_document(time, args, streams))
         return 0
     orbax_restore(checkpoint.path, mesh, plan, time, output)
     if plan.over_reads:
         orbax_over_reads(plan, output)
         output.line("")
-        output.line("Stored anew in such chunks, each process reads what it needs:")
-        output.line(reshard)
+        if reshard is None:
+            output.line("Plan with the --spec of your model: reshard can then store each shard as a chunk.")
+        else:
+            output.line("Stored anew in such chunks, each process reads what it needs:")
+            output.line(reshard)
     return 0
 
 

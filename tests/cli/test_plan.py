@@ -358,8 +358,13 @@ def test_the_advice_ends_the_over_read(cli, tmp_path):
 
 
 def test_without_a_spec_axes_are_spread(cli):
+    """And `reshard`, which leaves arrays whole without one, would not help."""
     found = plan(cli, ORBAX, "--mesh", "x=2")
     assert found["processes"][0]["needed_bytes"] == found["total_bytes"]
+    found = plan(cli, ORBAX, "--mesh", "x=8", "--processes", "2")
+    assert (bool(found["over_reads"]), found["reshard"]) == (True, None)
+    advice = cli("plan", ORBAX, "--mesh", "x=8", "--processes", "2").blocks[-1]
+    assert advice[-1][0].startswith("Plan with the --spec of your model")
 
 
 @pytest.mark.parametrize(
