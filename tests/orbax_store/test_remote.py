@@ -301,7 +301,7 @@ def test_where_nothing_is(orbax_gcs, url):
 def test_nothing_to_reach_it_with(monkeypatch):
     monkeypatch.setattr(directories, "_CLIENTS", ("no_such_client",))
     for use in (open_orbax, lambda url: step_sink(url, tree_of(leaf_of))):
-        with pytest.raises(StorageError, match=r"^gs://bucket/steps.*: Orbax needs gcsfs .*safetensors\[gcs\]"):
+        with pytest.raises(StorageError, match=r"^gs://bucket/steps.*: Orbax needs gcsfs .*: pip install gcsfs"):
             use("gs://bucket/steps")
 
 

@@ -83,9 +83,7 @@ def test_a_token_that_cannot_be_had(monkeypatch):
 
 def test_without_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        StorageError, match=r"hf://owner/name: .* not installed: pip install 'orbax-safetensors\[hub\]'"
-    ):
+    with pytest.raises(StorageError, match=r"hf://owner/name: .* not installed: pip install huggingface_hub"):
         store_of("hf://owner/name", {})
 
 

@@ -215,7 +215,7 @@ def test_a_full_disk_for_a_config_that_was_given(source, tmp_path, monkeypatch):
             CALLS["to_safetensors"](path, destination, config={"model_type": "mine"})
     assert not destination.exists()
     assert CALLS["to_safetensors"](path, destination, config={"model_type": "mine"}, resume=True).nbytes == 0
-    assert (destination / "config.json").read_text() == '{\n  "model_type": "mine"\n}\n'
+    assert (destination / "config.json").read_text() == '{\n  "model_type": "mine",\n  "dtype": "float32"\n}\n'
 
 
 def test_a_record_that_cannot_be_written(source, tmp_path, monkeypatch):
