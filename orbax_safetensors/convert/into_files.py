@@ -63,8 +63,17 @@ def files_from_orbax(request: ConvertRequest) -> TileJob:
     if family is not None:
         recorded = {**family.recorded(custom_metadata.get(RECORD_KEY)), **wrapper.variant(custom_metadata)}
     stored = _arrays(checkpoint, wrapper)
-    if request.family is None and family is None and config:
-        _check_plain(path, stored, config, custom_metadata.get(RECORD_KEY))
+    if request.family is None and family is None:
+        made_by = _made_by(custom_metadata.get(RECORD_KEY))
+        if config:
+            _check_plain(path, stored, config, made_by)
+        elif made_by:
+            logger.warning(
+                "%s: was converted with %s; without family and config (--family, --config) the files are not a Hugging "
+                "Face model",
+                path,
+                made_by,
+            )
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, for their shape and dtype.
     leaves = [
@@ -190,15 +199,20 @@ def _to_files(
     return TileJob(source, sink, use)
 
 
-def _check_plain(path: str, names: Iterable[str], config: Mapping[str, Any], record: Any) -> None:
+def _made_by(record: Any) -> str | None:
+    """Return the family that has changed names in a recorded conversion, if there is one."""
+    made_by = record.get("family") if isinstance(record, Mapping) else None
+    return made_by if isinstance(made_by, str) and made_by != DEQUANTIZED.name else None
+
+
+def _check_plain(path: str, names: Iterable[str], config: Mapping[str, Any], made_by: str | None) -> None:
     """Raise `MappingError` if tensors of these names would stand beside the config of a model that has none of them.
 
     A conversion has recorded so, or families know it. A reader of the config would find no weights, and may take random
     ones.
     """
     own_names = "; family='identity' (--family identity) keeps its own names"
-    made_by = record.get("family") if isinstance(record, Mapping) else None
-    if isinstance(made_by, str) and made_by != DEQUANTIZED.name:  # which has the stored names
+    if made_by:
         raise MappingError(f"{path}: was converted with {made_by}: pass family={made_by!r} (--family){own_names}")
     try:
         models = [(each, tree_of_config(each, config, {})[1]) for each in registry.known_for(config)]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from orbax_safetensors.checkpoint.family import mapped
+from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
@@ -70,12 +71,21 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
 
 
 def orbax_from_orbax(request: ReshardRequest) -> TileJob:
-    """Return the job that stores a step or an item of Orbax anew, in other chunks."""
+    """Return the job that stores a step or an item of Orbax anew, in other chunks.
+
+    An item of safetensors files is copied: in chunks, it would be no model of Hugging Face any more.
+    """
     step = open_step(request.source, memory_bytes=batch_bytes(request.memory_bytes))
     request.check_outside(step.whole)
-    items = {name: item for name, item in step.items.items() if item.leaves}
+    models = {
+        name: item for name, item in step.items.items() if not is_orbax(item.path, request.options.storage_options)
+    }
+    items = {name: item for name, item in step.items.items() if item.leaves and name not in models}
     if not items:
-        raise SafetensorsError(f"{request.source}: holds no arrays")
+        alone = "".join(
+            f"; item {name!r} is safetensors: reshard {item.path} by itself" for name, item in models.items()
+        )
+        raise SafetensorsError(f"{request.source}: holds no arrays in Orbax's format{alone}")
     stored = {
         array_name(items, item, name): (checkpoint, name)
         for item, checkpoint in items.items()

@@ -97,12 +97,6 @@ class UnfinishedCheckpoint(Workspace):
                 raise TensorMismatchError(f"{self.destination}: custom metadata must be JSON: {error}") from error
         handlers = dict.fromkeys(items, HANDLER)
         self._metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
-        recorded = self._metadata["item_handlers"]
-        self._metadata["item_handlers"] = (
-            {name: _handler(handler) if name in items else handler for name, handler in recorded.items()}
-            if isinstance(recorded, dict)
-            else _handler(recorded)
-        )
         self.directory = unfinished_path(epath.Path(self.destination))
         self.path = os.fspath(self.directory)
         # Whether the finished checkpoint has the same path, so that only a file in it tells it from an unfinished one.
@@ -163,7 +157,19 @@ class UnfinishedCheckpoint(Workspace):
             if begun.get(key) != value:
                 if key == "source":  # a digest, which says nothing to a reader
                     super()._check_same(begun)
+                if isinstance(value, dict) and isinstance(begun.get(key), dict):  # the leaves of an item
+                    self._check_chunks(begun[key], value)
                 raise self._mismatch(f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now")
+
+    def _check_chunks(self, begun: Mapping[str, Any], leaves: Mapping[str, list[Any]]) -> None:
+        """Raise `TensorMismatchError` if only the chunks of a leaf differ, given the `record` of the leaves."""
+        for name, facts in leaves.items():
+            match begun.get(name):
+                case [*others, list(chunk)] if others == facts[:-1] and chunk != facts[-1]:
+                    raise self._mismatch(
+                        f"{name!r} was cut into {chunk} and would be cut into {facts[-1]}",
+                        "pass the mesh, spec and memory of the first run (--mesh, --spec, --memory), or ",
+                    )
 
     def _take_up(self) -> None:
         with storage_errors(f"{self.path}: cannot be resumed"):
@@ -271,9 +277,3 @@ class UnfinishedCheckpoint(Workspace):
         except ValueError:
             return {}
         return record if isinstance(record, dict) else {}
-
-
-def _handler(recorded: Any) -> Any:
-    """Return the handler of an item that has Orbax's arrays: not one of this package, which looks for safetensors."""
-    is_own = isinstance(recorded, str) and recorded.partition(".")[0] == __name__.partition(".")[0]
-    return HANDLER if is_own else recorded

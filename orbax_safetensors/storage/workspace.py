@@ -149,8 +149,8 @@ class Workspace:
         if begun != self.record:
             raise self._mismatch(f"it was begun from {self.other}")
 
-    def _mismatch(self, why: str) -> TensorMismatchError:
-        return TensorMismatchError(f"{self.path}: cannot be resumed: {why}; begin anew without resume")
+    def _mismatch(self, why: str, remedy: str = "") -> TensorMismatchError:
+        return TensorMismatchError(f"{self.path}: cannot be resumed: {why}; {remedy}begin anew without resume")
 
     def _take_up(self) -> None:
         """Prepare what was begun for this run."""

@@ -264,6 +264,17 @@ def test_the_tree_of_a_family_is_not_written_beside_a_config_of_other_names(tmp_
     assert ost.open_checkpoint(tmp_path / "plain_to").tensors.keys() == ost.open_checkpoint(hf).tensors.keys()
 
 
+def test_a_family_that_is_forgotten_is_told(tmp_path, caplog):
+    hf = TESTDATA / "maxtext" / "qwen3" / "hf"
+    for family in ("maxtext", "identity", None):
+        ost.convert(hf, tmp_path / f"{family}", to="orbax", family=family)
+        with caplog.at_level("WARNING", "orbax_safetensors.convert.into_files"):
+            ost.convert(tmp_path / f"{family}", tmp_path / f"{family}_to", to="safetensors")
+    ost.convert(tmp_path / "maxtext", tmp_path / "own", to="safetensors", family="identity", config=hf)
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path}/maxtext: was converted with maxtext.qwen3; without family and config")
+
+
 def test_configs_that_cannot_be_read(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     for name, error, message in (

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -62,6 +63,11 @@ def test_what_was_left_behind_is_deleted_unless_it_is_wanted(tmp_path):
     ("change", "why"),
     [
         ({"tree": {"step": 7}}, "leaves was"),
+        (
+            {"tree": tree_of(lambda name: replace(leaf_of(name), chunk_shape=LEAVES[name][1]))},
+            r"'layers\.0\.bias' was cut into \[.*\] and would be cut into \[.*\]; pass the mesh, spec and memory of "
+            r"the first run \(--mesh, --spec, --memory\), or begin anew without resume$",
+        ),
         ({"ocdbt": False}, "ocdbt was True when it was begun and is False now"),
         ({"zarr3": False}, "zarr3 was True"),
         ({"compression": False}, "compression was True"),
