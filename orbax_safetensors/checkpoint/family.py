@@ -234,17 +234,22 @@ class Decoded(NamedTuple):
                 "it was saved without family=; load it without, or save it with family="
             )
         is_plain = bool(dequantize) or quantization_config(config) is None
-        where = family.name
-        if is_plain and not unbound.keys().isdisjoint(shapes):
-            where += ": config.json does not fit the files (it may be of another model)"
+        misfit = ": config.json does not fit the files (it may be of another model)" if is_plain else ""
         with _explained("" if is_plain else _AS_STORED):
+            where = family.name if unbound.keys().isdisjoint(shapes) else f"{family.name}{misfit}"
             check_shapes(where, tree, unbound, shapes)
         if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
             raise MappingError(f"{family.name}: {constant[0]!r} is a constant without a dtype; `full` takes one")
         if complete:
             needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
             with _explained("" if is_plain else _AS_STORED):
-                check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
+                check_use(
+                    family.name,
+                    tree,
+                    needed,
+                    lambda name: described_as[checkpoint.whole(name)],
+                    misfit="" if not config or checkpoint.is_adapter else misfit,
+                )
         shared = {stored[name] for name in tree.shared & stored.keys()}
         seen = split(checkpoint, tree, encoded) if dequantize == "split" else Tree(tree, shared=shared)
         return replace(checkpoint, mapped=seen, use=use, wrapper=wrapper_of(family, use.variant))

@@ -207,8 +207,8 @@ def model_files_of(config: Any, storage_options: Mapping[str, Any] | None) -> Mo
     """Return the model's files that a caller's `config` stands for.
 
     `config` is the content of a `config.json`, an object whose `to_dict` returns that, the path or a URL of such a
-    file, or of a directory with one; of a directory, its other small files are also copied. Raises
-    `MappingError` if it is not a config, and `StorageError` if it cannot be read.
+    file, or of a directory with one or with that of an adapter; of a directory, its other small files are also copied.
+    Raises `MappingError` if it is not a config, and `StorageError` if it cannot be read.
     """
     if not isinstance(config, str | os.PathLike):
         return ModelFiles(as_config(config))
@@ -217,7 +217,8 @@ def model_files_of(config: Any, storage_options: Mapping[str, Any] | None) -> Mo
         raise MissingError(f"{path}: {missing(path)}")
     if path.endswith(".json") or os.path.isfile(path):
         return ModelFiles(as_config(parse_config(store.open(path))))
-    content = as_config(parse_config(store.open(posixpath.join(path, CONFIG_NAME))))
+    paths = [posixpath.join(path, name) for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)]
+    content = as_config(parse_config(store.open(next((path for path in paths if is_there(store, path)), paths[0]))))
     return replace(files_of_model(store, path), config=content)
 
 

@@ -16,12 +16,12 @@ _VALUE = ".value"
 _COLLECTION = "params."
 
 # Items that an error lists before it counts the rest.
-_LISTED = 8
+LISTED = 8
 # Similar names are searched among this many sorted names before and after a name.
 _NEAR = 20
 
 
-def some(items: Sequence[_T], text: Callable[[_T], str] = str, separator: str = ", ", *, most: int = _LISTED) -> str:
+def some(items: Sequence[_T], text: Callable[[_T], str] = str, separator: str = ", ", *, most: int = LISTED) -> str:
     """Return the first few of `items`, each as its `text`, and how many more there are."""
     more = len(items) - most
     return separator.join(printable(text(item)) for item in items[:most]) + (f" and {more} more" if more > 0 else "")

@@ -30,6 +30,8 @@ def architecture_text(config: Mapping[str, Any]) -> str:
         return f"architecture {some(names)}"
     if "model_type" in config:
         return f"model_type {config['model_type']}"
+    if "peft_type" in config:
+        return "an adapter of PEFT"
     return "a checkpoint without config.json" if not config else "a config.json that names no architecture"
 
 

@@ -98,13 +98,13 @@ def problems_text(missing: Sequence[str], wrong: Sequence[str]) -> str:
     return "; ".join(some(problems, separator="; ", most=_LISTED) for problems in (missing, wrong) if problems)
 
 
-def codes_hint(leaves: Iterable[str], tree: Iterable[str]) -> str:
-    """Return what an error adds if the leaves to save are codes and scales, and those of the tree are not."""
+def codes_hint(leaves: Iterable[str], tree: Iterable[str], *, loads: bool = False) -> str:
+    """Return what an error adds if the leaves to save or load are codes and scales, and those of the tree are not."""
     if any(path.endswith(CODES_END) for path in tree) or not any(path.endswith(CODES_END) for path in leaves):
         return ""
-    return (
-        "; the leaves are codes and scales: pass like= and options=SafetensorsOptions(dequantize='split') to save them"
-    )
+    like, verb = ("", "load") if loads else ("like= and ", "save")
+    options = "options=SafetensorsOptions(dequantize='split')"
+    return f"; the leaves are codes and scales: pass {like}{options} to {verb} them"
 
 
 def doubles(tree: Tree, shapes: Shapes) -> set[str]:
@@ -132,13 +132,13 @@ def doubles(tree: Tree, shapes: Shapes) -> set[str]:
     return paths
 
 
-def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> None:
+def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str, *, misfit: str = "") -> None:
     """Check that the tree uses every element of the tensors of `shapes` once, except for its `unused` tensors.
 
     It may use those of its `shared` tensors several times.
 
     `whole` returns the name of the tensor that a view's tensor is a part of. Raises `MappingError` with the tensors
-    that are not used, or not once.
+    that are not used, or not once. `misfit` is what it says first if the tree uses these tensors of other layers.
     """
     parts: dict[str, list[list[Piece]]] = {}
     for part, pieces in _by_tensor(tree.values()).items():
@@ -162,11 +162,17 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
         else:
             wrong.append(f"{used} of the {prod(shape)} elements of {shown(name)}, by {paths[name]} and others")
     if unused:
+        layers = set(map(_of_any_layer, parts))
+        where += misfit if any(_of_any_layer(name) in layers for name in unused) else ""
         raise MappingError(f"{where}: no leaf of the tree uses these stored tensors: {some(unused, shown)}")
     if wrong:
         raise MappingError(
             f"{where}: each element of a tensor has to be used once; used are {some(wrong, separator='; ')}"
         )
+
+
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
 
 
 def _by_tensor(views: Iterable[View]) -> dict[str, list[Piece]]:

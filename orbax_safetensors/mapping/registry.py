@@ -13,6 +13,9 @@ from orbax_safetensors.mapping.architectures import architecture_text, is_for
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.mapping.family import NO_CONFIG, SAVE_CONFIG, Family, Variant, switches_of
 
+# Which family is for an adapter depends on its base model, which the adapter's config does not describe.
+_ADAPTERS = "pass family='maxtext.lora' with variant={'base': ...}, or ost.mapping.lora(...)"
+
 # Names in the tree are the names in the files, whatever families are registered.
 IDENTITY = Family("identity", (), dict)
 
@@ -100,6 +103,8 @@ def find(family: Family | str | None, config: Mapping[str, Any], *, saves: bool 
             served = sorted({name for match in matches for name in match.architectures})
             names = ", ".join(match.name for match in matches)
             advice = f"there are families for {_few(served)}" if served else f"pass the whole name of one: {names}"
+        if "peft_type" in config:
+            advice = _ADAPTERS
         raise MappingError(f"{family}: no family is for {architecture_text(config)}; {advice}")
     return single
 
@@ -107,7 +112,8 @@ def find(family: Family | str | None, config: Mapping[str, Any], *, saves: bool 
 def known_for(config: Mapping[str, Any]) -> list[Family]:
     """Return all families that are for a config's architecture; `MappingError` if there are none."""
     if not (families := _for(config, known())):
-        raise MappingError(f"no family is for {architecture_text(config)}")
+        advice = f"; {_ADAPTERS}" if "peft_type" in config else ""
+        raise MappingError(f"no family is for {architecture_text(config)}{advice}")
     return families
 
 

@@ -22,7 +22,8 @@ from orbax_safetensors.devices.sharding import default_sharding, is_abstract, pl
 from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.names import by_path, by_same, hint, some
+from orbax_safetensors.format.names import LISTED, by_path, by_same, hint, some
+from orbax_safetensors.mapping.coverage import codes_hint
 from orbax_safetensors.restore.leaf_request import MESH
 from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.target import Target, Targets
@@ -201,11 +202,14 @@ def _wrong_names(
             advice += " (leave out numbers of a module, as eqx.partition(model, eqx.is_array) does)"
         if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
             advice += " (some are names of stored tensors, and a family is in use: family='identity' restores these)"
-        names = some(missing, lambda name: shown(name) + hint(name, stored))
+        if checkpoint.quantized:
+            advice += codes_hint(missing, stored, loads=True)
+        is_other = may_pass_family and checkpoint.mapped is None and len(missing) == len(requested) and not is_mesh
+        names = some(missing, lambda name: shown(name) + hint(name, stored), most=3 if is_other else LISTED)
         problems.append(f"not in the checkpoint: {names}{advice}")
-        if may_pass_family and checkpoint.mapped is None and len(missing) == len(requested) and not is_mesh:
-            problems.append("the tree has none of the stored names: rename its leaves, or pass family=, as 'maxtext'")
-            return "; ".join(problems)
+        if is_other:
+            known = "rename its leaves, or pass family=, as 'maxtext'"
+            return f"the tree has none of the stored names: {known}; {problems[0]}"
     if unexpected:
         problems.append(
             "in the checkpoint but not in the tree (partial=True leaves them out; for Orbax, partial_restore=True): "

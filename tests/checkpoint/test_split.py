@@ -67,6 +67,13 @@ def test_without_its_options_codes_are_not_saved_and_the_error_says_so(model, tm
     with pytest.raises(ost.MappingError) as refused:
         ost.save(tmp_path / "other", {"x": tree}, family=FAMILY, like=directory, options=SPLIT)
     assert "the leaves are codes" not in str(refused.value)
+    with pytest.raises(
+        ost.TensorMismatchError, match=r"the leaves are codes and scales: pass options=.*'split'\) to load"
+    ):
+        ost.load(directory, tree, family=FAMILY)
+    with pytest.raises(ost.TensorMismatchError) as refused:
+        ost.load(directory, {"x": tree}, family=FAMILY, options=SPLIT)
+    assert "the leaves are codes" not in str(refused.value)
 
 
 def test_a_family_that_leaves_scales_as_they_are_stored(model):

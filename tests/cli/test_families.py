@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from orbax_safetensors.mapping import registry
 from tests.support.roots import TESTDATA
 
@@ -31,6 +33,33 @@ def test_an_architecture_that_is_misspelt(cli):
     assert result.status == 2
     assert (
         "no family is for 'Qwen3ForCausal' (nearest: 'Qwen3ForCausalLM'); without MODEL, all are listed" in result.err
+    )
+
+
+@pytest.mark.parametrize("name", ["maxtext", "maxtext.qwen3", "dequantized"])
+def test_a_family_is_no_architecture(cli, name):
+    result = cli("families", name)
+    assert result.status == 2
+    assert f"'{name}' is a family; MODEL is an architecture such as Qwen3ForCausalLM, or a checkpoint" in result.err
+
+
+def test_those_for_a_config(cli, tmp_path):
+    """Beside files or alone, as `plan` takes it."""
+    of_files = json.loads(cli("families", QWEN3, "--json").out)
+    shutil.copy(QWEN3 / "config.json", tmp_path)
+    for path in (QWEN3 / "config.json", tmp_path / "config.json", tmp_path):
+        found = json.loads(cli("families", path, "--json").out)
+        assert [family["family"] for family in found["families"]] == ["maxtext.qwen3", "tunix.qwen3"]
+        assert (found["config"], found["names"]) == (of_files["config"], of_files["names"])
+
+
+def test_an_adapter(cli):
+    path = TESTDATA / "maxtext" / "qwen3" / "adapter"
+    advice = "pass family='maxtext.lora' with variant={'base': ...}, or ost.mapping.lora(...)"
+    assert cli("families", path).err == f"error: {path}: no family is for an adapter of PEFT; {advice}\n"
+    assert (
+        cli("inspect", path, "--family", "maxtext").err
+        == f"error: {path}: maxtext: no family is for an adapter of PEFT; {advice}\n"
     )
 
 

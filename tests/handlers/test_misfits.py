@@ -92,7 +92,8 @@ def test_a_tree_of_a_family_that_was_forgotten(checkpointer):
     """No advice to leave out all tensors, or to spell names of another tree."""
     stored = TESTDATA / "maxtext" / "qwen3" / "hf"
     tree = ost.load(stored, family="maxtext")
-    message = r"and \d+ more; the tree has none of the stored names: rename its leaves, or pass family=, as 'maxtext'$"
+    advice = "the tree has none of the stored names: rename its leaves, or pass family=, as 'maxtext'"
+    message = rf"/hf: {advice}; not in the checkpoint: ([^,]+, ){{2}}[^,]+ and \d+ more$"
     for partial in (False, True):
         with pytest.raises(ost.TensorMismatchError, match=message):
             ost.load(stored, tree, partial=partial)
@@ -275,5 +276,5 @@ def test_a_wrong_tree_of_many_names_is_refused_at_once(tmp_path, checkpointer):
 
 def test_many_wrong_names_are_not_all_listed(directory, checkpointer):
     item = {f"layer.{number}": struct(W) for number in range(100)}
-    with pytest.raises(ost.TensorMismatchError, match="and 92 more"):
+    with pytest.raises(ost.TensorMismatchError, match="and 97 more"):
         checkpointer.restore(directory, item=item)

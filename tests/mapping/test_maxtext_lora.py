@@ -171,6 +171,17 @@ def test_conversions_and_links(tmp_path, model):
     )
 
 
+def test_a_directory_as_the_config_of_an_adapter(tmp_path):
+    adapter, variant = DATA / "qwen3" / "adapter", {"base": base_of("qwen3")}
+    tree = ost.load(adapter, family=FAMILY, variant=variant)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ost.MissingError, match="empty/config.json: cannot be opened"):
+        ost.save(tmp_path / "none", tree, family=FAMILY, variant=variant, config=tmp_path / "empty")
+    ost.save(tmp_path / "peft", tree, family=FAMILY, variant=variant, config=adapter)
+    assert_is(load_file(tmp_path / "peft" / ADAPTER), adapter_of("qwen3"))
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text()) == config_of("qwen3")
+
+
 def test_what_maxtexts_converter_writes_becomes_an_adapter(tmp_path):
     """It puts the tree below `params.params`."""
     state = {"params": {"params": nested(made_by_maxtext("qwen3", "unscanned"))}, "step": 0, "opt_state": {}}
@@ -204,7 +215,12 @@ def test_older_names_of_a_language_model_inside_another(tmp_path):
         ({"alpha_pattern": {"q_proj": 2}}, {}, {}, "alpha_pattern is {'q_proj': 2}: MaxText has one rank"),
         ({"use_rslora": True}, {}, {}, "use_rslora is True: MaxText has one rank"),
         ({"use_dora": True}, {}, {}, "use_dora is True"),
-        ({}, {"base": None}, {}, "expected the base model's config.json as the switch 'base', found None"),
+        (
+            {},
+            {"base": None},
+            {},
+            "expected the content of the base model's config.json, a dict, as .*'base', found None",
+        ),
         (
             {},
             {"base": {"architectures": ["T5"]}},

@@ -84,7 +84,9 @@ def _check_factors(config: Config) -> None:
 def _family_of(base: Any, families: Sequence[Family]) -> Family:
     """Return the family of a base model; `MappingError` if its config is missing or of no family."""
     if not isinstance(base, Mapping):
-        raise MappingError(f"expected the base model's config.json as the switch 'base', found {base!r:.80}")
+        raise MappingError(
+            f"expected the content of the base model's config.json, a dict, as the switch 'base', found {base!r:.80}"
+        )
     for family in families:
         if is_for(family, base):
             return family
