@@ -109,7 +109,10 @@ which of them each shorter name stands for."""
 def _add_families(add: Callable[..., Parser]) -> Parser:
     parser = add("families", help="list the trees that a model can become", description=_FAMILIES)
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a checkpoint's PATH, or an architecture, as Qwen3ForCausalLM"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="the PATH of a checkpoint or a config.json, or an architecture, as Qwen3ForCausalLM",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -520,17 +520,8 @@ class TestErrors:
 
     def test_tensors_that_nothing_uses(self, model, tensors, tmp_path):
         edit(model, num_hidden_layers=LAYERS - 1)
-        message = (
-            r"toy\.model: config.json does not fit the files \(it may be of another model\): "
-            r"no leaf of the tree uses these stored tensors: .*'layers\.2\.gate_up'"
-        )
-        with pytest.raises(ost.MappingError, match=message):
+        with pytest.raises(ost.MappingError, match=r"config.json does not fit the .*: no leaf .*'layers\.2\.gate_up'"):
             checkpointer(family=TOY).restore(model)
-        edit(model, num_hidden_layers=LAYERS)
-        write(tmp_path / "other.safetensors", tensors | {"layers.0.other": np.zeros(4, np.float32)})
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        with pytest.raises(ost.MappingError, match=r"toy\.model: no leaf of the tree uses .*: 'layers\.0\.other'$"):
-            ost.load(tmp_path / "other.safetensors", family=TOY)
         write(tmp_path / "more.safetensors", tensors | {"layers.0.inv_freq": np.zeros(4, np.float32)})
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         with ost.SafetensorsCheckpointer(family=TOY) as one:

@@ -1,6 +1,7 @@
 """Items and restore arguments that do not fit the stored tensors: each is refused, and the error says why."""
 
 import contextlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,22 @@ def test_a_tree_of_a_family_that_was_forgotten(checkpointer):
             ost.load(stored, tree, partial=partial)
     with pytest.raises(ost.TensorMismatchError, match=message):
         checkpointer.restore(stored, item=tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.99.input_layernorm.weight", r"config.json does not fit the files \(it may be of .*\): no leaf"),
+        ("model.layers.0.other.weight", "maxtext.qwen3: no leaf of the tree uses these stored tensors"),
+    ],
+)
+def test_a_tensor_that_nothing_uses(tmp_path, name, message):
+    """Of a layer that the config does not have, or of a kind that the family does not know."""
+    stored = TESTDATA / "maxtext" / "qwen3" / "hf"
+    shutil.copy(stored / "config.json", tmp_path)
+    write(tmp_path / "model.safetensors", ost.load(stored) | {name: np.zeros(4, np.float32)})
+    with pytest.raises(ost.MappingError, match=f"{message}.*{name}"):
+        ost.load(tmp_path, family="maxtext")
 
 
 def test_numbers_of_a_module(directory):
