@@ -179,8 +179,7 @@ def reshard(
     ```
 
     Of a step of Orbax, `reshard` stores all items. Trees get chunks that are shards, or even parts of shards; other
-    items, and those that `SafetensorsHandler` has saved, are copied. Names, metadata and handlers are kept, and without
-    a mesh also the recorded shardings.
+    items are copied. Names, metadata and handlers are kept, and without a mesh also the recorded shardings.
 
     A safetensors checkpoint gets one file for each device of the mesh, in which each shard is one range, like PyTorch's
     distributed checkpoints. Without a mesh, tensors go into files of at most `max_file_bytes`. Files beside them are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,8 @@ from orbax_safetensors.streaming.tile_job import TileJob
 # sharded. TensorStore reads and writes chunks through its buffers, and glibc maps buffers of 32 MiB or more anew, page
 # by page: with chunks of 64 MiB, reading back took the system 1.7 times the time.
 _CHUNK_BYTES = 16 * 2**20
+
+logger = logging.getLogger(__name__)
 
 
 def orbax_from_files(request: ConvertRequest) -> TileJob:
@@ -71,21 +74,19 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
 
 
 def orbax_from_orbax(request: ReshardRequest) -> TileJob:
-    """Return the job that stores a step or an item of Orbax anew, in other chunks.
-
-    An item of safetensors files is copied: in chunks, it would be no model of Hugging Face any more.
-    """
+    """Return the job that stores a step or an item of Orbax anew, in other chunks."""
     step = open_step(request.source, memory_bytes=batch_bytes(request.memory_bytes))
     request.check_outside(step.whole)
-    models = {
-        name: item for name, item in step.items.items() if not is_orbax(item.path, request.options.storage_options)
-    }
-    items = {name: item for name, item in step.items.items() if item.leaves and name not in models}
+    items = {name: item for name, item in step.items.items() if item.leaves}
     if not items:
-        alone = "".join(
-            f"; item {name!r} is safetensors: reshard {item.path} by itself" for name, item in models.items()
-        )
-        raise SafetensorsError(f"{request.source}: holds no arrays in Orbax's format{alone}")
+        raise SafetensorsError(f"{request.source}: holds no arrays")
+    for item in items.values():
+        if not is_orbax(item.path, request.options.storage_options):
+            logger.warning(
+                "%s: is a model of Hugging Face and becomes a tree of Orbax, which SafetensorsHandler does not restore; "
+                "reshard it by itself to keep its format",
+                item.path,
+            )
     stored = {
         array_name(items, item, name): (checkpoint, name)
         for item, checkpoint in items.items()

@@ -97,6 +97,12 @@ class UnfinishedCheckpoint(Workspace):
                 raise TensorMismatchError(f"{self.destination}: custom metadata must be JSON: {error}") from error
         handlers = dict.fromkeys(items, HANDLER)
         self._metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
+        recorded = self._metadata["item_handlers"]
+        self._metadata["item_handlers"] = (
+            {name: _handler(handler) if name in items else handler for name, handler in recorded.items()}
+            if isinstance(recorded, dict)
+            else _handler(recorded)
+        )
         self.directory = unfinished_path(epath.Path(self.destination))
         self.path = os.fspath(self.directory)
         # Whether the finished checkpoint has the same path, so that only a file in it tells it from an unfinished one.
@@ -277,3 +283,9 @@ class UnfinishedCheckpoint(Workspace):
         except ValueError:
             return {}
         return record if isinstance(record, dict) else {}
+
+
+def _handler(recorded: Any) -> Any:
+    """Return the handler of an item that has Orbax's arrays: not one of this package, which looks for safetensors."""
+    is_own = isinstance(recorded, str) and recorded.partition(".")[0] == __name__.partition(".")[0]
+    return HANDLER if is_own else recorded

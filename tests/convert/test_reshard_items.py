@@ -328,33 +328,17 @@ def test_errors_name_the_item(tmp_path):
             sink.commit()
 
 
-@BOTH
-def test_items_of_safetensors_are_copied(root):
-    """They stay models of Hugging Face, which the run that saved them resumes from."""
-    handlers = {"params": ost.SafetensorsHandler(), "opt": ocp.StandardCheckpointHandler()}
-    params = {"proj.weight": arrays(PARAMS)["layers"]["w"]}
-    with ocp.CheckpointManager(root / "from", item_handlers=handlers) as manager:
-        model = ost.SafetensorsSave(params, config={"model_type": "mine"})
-        manager.save(7, args=ocp.args.Composite(params=model, opt=ocp.args.StandardSave(arrays(PARAMS))))
-    ost.reshard(root / "from", root / "to", mesh={"x": 4}, spec={"^layers.w": ("x",)})
-    made, step = root / "to" / "7", root / "from" / "7"
-    assert (made / "params" / "config.json").exists()
-    assert files(made / "params") == files(step / "params")
-    assert open_step(made).metadata == open_step(step).metadata
-    assert open_step(made).items["opt"].leaves["layers.w"].sharding.partition_spec == ("x",)
-    with ocp.CheckpointManager(root / "to", item_handlers=handlers) as manager:
-        targets = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, arrays(PARAMS)))
-        items = {"params": ost.SafetensorsRestore(targets[0]), "opt": ocp.args.StandardRestore(targets[1])}
-        restored = manager.restore(7, args=ocp.args.Composite(**items))
-    same(restored["params"], {"proj.weight": PARAMS["layers"]["w"]})
-    same(restored["opt"], PARAMS)
-
-
-def test_a_step_of_safetensors_alone(tmp_path):
-    with ocp.CheckpointManager(tmp_path / "from", item_handlers={"params": ost.SafetensorsHandler()}) as manager:
-        manager.save(7, args=ocp.args.Composite(params=ost.SafetensorsSave(arrays(PARAMS))))
-    item = tmp_path / "from" / "7" / "params"
-    with pytest.raises(ost.SafetensorsError, match=f"; item 'params' is safetensors: reshard {item} by itself$"):
-        ost.reshard(tmp_path / "from", tmp_path / "to")
-    assert not (tmp_path / "to").exists()
-    assert ost.reshard(item, tmp_path / "to", mesh={"x": 4}, spec={"^layers.w": ("x",)}).path == str(tmp_path / "to")
+def test_items_of_our_handlers_are_orbax_s_afterwards(tmp_path, caplog):
+    """A manager without handlers restores with those that are recorded; a warning names what is no model any more."""
+    handlers = {name: ost.SafetensorsHandler() for name in ("params", "opt", "empty")}
+    trees = {"params": arrays(PARAMS), "opt": arrays({**OPT, "name": None}), "empty": [None, {}]}
+    with ocp.CheckpointManager(tmp_path / "from", item_handlers=handlers) as manager:
+        manager.save(7, args=ocp.args.Composite(**{name: ost.SafetensorsSave(tree) for name, tree in trees.items()}))
+    with caplog.at_level("WARNING", "orbax_safetensors.convert.into_orbax"):
+        ost.reshard(tmp_path / "from", tmp_path / "to", mesh={"x": 4}, spec={"^layers.w": ("x",)})
+    assert f"{tmp_path}/from/7/params: is a model of Hugging Face and becomes a tree of Orbax" in caplog.text
+    with ocp.CheckpointManager(tmp_path / "to") as manager:
+        restored = manager.restore(7)
+    assert restored["params"]["layers"]["w"].sharding.spec == P("x")
+    for name, tree in trees.items():
+        same(restored[name], tree)
