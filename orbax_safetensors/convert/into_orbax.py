@@ -83,8 +83,8 @@ def orbax_from_orbax(request: ReshardRequest) -> TileJob:
     for item in items.values():
         if not is_orbax(item.path, request.options.storage_options):
             logger.warning(
-                "%s: is a model of Hugging Face and becomes a tree of Orbax, which SafetensorsHandler does not restore; "
-                "reshard it by itself to keep its format",
+                "%s: is a model of Hugging Face and becomes a tree of Orbax, which SafetensorsHandler does not "
+                "restore; reshard it by itself to keep its format",
                 item.path,
             )
     stored = {
