@@ -21,6 +21,7 @@ _BREAK = re.compile(r"(?<=[./, ])(?<!\.\.)(?!\.)")
 # Columns of a name that is cut at its dots; with less, a name has a line of its own.
 _LEAST_NAME = 32
 _INDENT = "  "
+_GAP = "  "  # between columns
 
 
 class _Lines:
@@ -74,10 +75,11 @@ def drawn_table(
     def below(row: Sequence[str], lines: Sequence[str]) -> Group:
         if not any(row[1:]):
             return Group(_cell(row[0], lines))
-        cells = Table.grid(padding=(0, 2, 0, 0))
+        cells = Table.grid()
         for width, side in zip(widths[1:], justify[1:], strict=True):
             cells.add_column(width=width, justify=side)
-        cells.add_row(*map(_cell, row[1:]))
+            cells.add_column(width=len(_GAP))  # not padding, which versions of rich count differently
+        cells.add_row(*[part for text in row[1:] for part in (_cell(text), _GAP)])
         return Group(_cell(row[0]), Padding(cells, (0, 0, 0, len(_INDENT))), _Lines(_indented(lines)))
 
     table.add_column(below(*heading))
