@@ -153,7 +153,7 @@ def reason(error: ost.MappingError, family: str) -> str:
 
 
 def page(found: list[Outcome], version: str) -> str:
-    """Return the page: a row for each set of cells, then the classes of which there is no model."""
+    """Return the page: a row for each set of cells, and below them the classes that cannot be made."""
     classes: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for model_type, name, cells in found:
         classes.setdefault(cells, {}).setdefault(name, []).append(f"`{model_type}`")

@@ -38,7 +38,7 @@ import tiny_models
 import torch
 import transformers
 from checkpoints import add_directory
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 import orbax_safetensors as ost
 
@@ -143,12 +143,7 @@ def mesh() -> jax.sharding.Mesh:
 
 def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a directory by name, as the `safetensors` package reads them."""
-    tensors = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                tensors[name] = file.get_tensor(name)
-    return tensors
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def check(what: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -133,7 +133,7 @@ _HOMES = {
     "unregister": "handlers.registration",
     "verify": "checkpoint.verify",
 }
-# Packages that are attributes without an import: the first is public, the second says that it is no function.
+# Packages that are attributes without an import: `mapping` is public, and `restore`, if it is called, names `load`.
 _PACKAGES = ("mapping", "restore")
 # Threads that import modules of JAX in different orders find each other's half of a circular import, or a deadlock.
 _importing = threading.RLock()

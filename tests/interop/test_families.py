@@ -16,12 +16,13 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors import safe_open
 
 import orbax_safetensors as ost
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from safetensors.torch import load_file  # noqa: E402
 
 from tests.support.tiers import cross  # noqa: E402
 from tests.support.torch_bits import to_numpy  # noqa: E402
@@ -316,12 +317,7 @@ TOKENS = torch.arange(24).reshape(2, 12)
 
 def stored(directory):
     """The tensors of a directory by name, as PyTorch has them."""
-    tensors = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                tensors[name] = file.get_tensor(name)
-    return tensors
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def through_maxtext(first, second, config, **variant):
